@@ -75,8 +75,19 @@ class SynapseError(Exception):
     code: ClassVar[str]
     transient: ClassVar[bool] = False
     default_retry_after_ms: ClassVar[int | None] = None
-    safe_to_retry: bool = False
+    safe_to_retry: ClassVar[bool] = False
     exit_code: int = EXIT_FAILED
+
+    def __init_subclass__(
+        cls, *, code: str | None = None, retry_ms: int | None = None, exit_code: int | None = None
+    ) -> None:
+        """Take a class's row of interfaces.md's table; with a time to wait it is transient and safe to retry."""
+        if code is not None:
+            cls.code = code
+        if retry_ms is not None:
+            cls.transient, cls.safe_to_retry, cls.default_retry_after_ms = True, True, retry_ms
+        if exit_code is not None:
+            cls.exit_code = exit_code
 
     def __init__(
         self,
@@ -95,22 +106,23 @@ class SynapseError(Exception):
 
     def with_details(self, **more: Any) -> Self:
         """Return a copy that has *more* details: an error may be raised to several callers."""
+        return self._copy(self._what, more)
+
+    def _copy(self, what: str, more: dict[str, Any]) -> Self:
         details = {**self.details, **more}
-        return type(self)(self._what, details=details, retry_after_ms=self.retry_after_ms, advice=self._advice)
+        return type(self)(what, details=details, retry_after_ms=self.retry_after_ms, advice=self._advice)
 
     def said(self, place: Place) -> str:
         """Return the message in the words of a reader's place."""
         advice = self._advice.get(place)
         return f"{self._what} {advice}" if advice else self._what
 
-    def located(self, where: str, prefix: str = "") -> SynapseError:
+    def located(self, where: str, prefix: str = "") -> Self:
         """Return the same error said of a place of a file, ``file:line``; *prefix* of its message is left out."""
         what = self._what
         if not what.startswith(f"{where} "):  # a text at hand is called what the message calls it already
             what = f"{where}: {what.removeprefix(prefix)}"
-        error = type(self)(what, details={**self.details, "where": where}, advice=self._advice)
-        error.retry_after_ms, error.safe_to_retry = self.retry_after_ms, self.safe_to_retry
-        return error
+        return self._copy(what, {"where": where})
 
     def to_dict(self, place: Place = "python") -> dict[str, Any]:
         """Return the ``error`` object of interfaces.md, said for *place*; ``retry_after_ms`` only where it has one."""
@@ -123,17 +135,12 @@ class SynapseError(Exception):
         return document
 
 
-class EngineCrashed(SynapseError):
+class EngineCrashed(SynapseError, code="engine_crashed", retry_ms=250):
     """The worker died, hung or talked nonsense; or the lane is quarantined (``details["quarantined"]``).
 
     details: lane_id, stage (the operation), cause (exit, eof, protocol, silence, handshake), exit status or signal
     name, log_tail, quarantined.
     """
-
-    code = "engine_crashed"
-    transient = True
-    default_retry_after_ms = 250
-    safe_to_retry = True
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]  # the others have a constant
@@ -146,115 +153,68 @@ class EngineCrashed(SynapseError):
         return bool(self.details.get("quarantined"))
 
 
-class ProbeRequired(SynapseError):
+class ProbeRequired(SynapseError, code="probe_required", exit_code=EXIT_LANE):
     """A legacy lane is quarantined until ``host.probe(lane)`` succeeds or the host is made anew."""
 
-    code = "probe_required"
-    exit_code = EXIT_LANE
 
-
-class LaneRefused(SynapseError):
+class LaneRefused(SynapseError, code="lane_refused", exit_code=EXIT_LANE):
     """The worker is not the one this host was deployed with; details: reason, expected, observed."""
 
-    code = "lane_refused"
-    exit_code = EXIT_LANE
 
-
-class NotCertified(SynapseError):
+class NotCertified(SynapseError, code="not_certified", exit_code=EXIT_LANE):
     """The lane needs a valid certificate for this model on this machine."""
 
-    code = "not_certified"
-    exit_code = EXIT_LANE
 
-
-class DeadlineExceeded(SynapseError):
+class DeadlineExceeded(SynapseError, code="deadline_exceeded", exit_code=EXIT_DEADLINE):
     """The caller's deadline passed; the worker is unharmed and the late reply is discarded."""
 
-    code = "deadline_exceeded"
     transient = True
-    exit_code = EXIT_DEADLINE
 
 
-class QueueFull(SynapseError):
+class QueueFull(SynapseError, code="queue_full", retry_ms=100):
     """Too many requests wait for this lane."""
 
-    code = "queue_full"
-    transient = True
-    default_retry_after_ms = 100
-    safe_to_retry = True
 
-
-class ShapeCompiling(SynapseError):
+class ShapeCompiling(SynapseError, code="shape_compiling", retry_ms=1000):
     """The deadline passed while a shape compiles; the compilation goes on. details: lane_id, shape."""
 
-    code = "shape_compiling"
-    transient = True
-    default_retry_after_ms = 1000
-    safe_to_retry = True
 
-
-class AneLaneBusy(SynapseError):
+class AneLaneBusy(SynapseError, code="ane_lane_busy", retry_ms=1000):
     """Another host of this user drives the Neural Engine."""
 
-    code = "ane_lane_busy"
-    transient = True
-    default_retry_after_ms = 1000
-    safe_to_retry = True
 
-
-class ModelInUse(SynapseError):
+class ModelInUse(SynapseError, code="model_in_use"):
     """Unload while requests run or drain."""
 
-    code = "model_in_use"
 
-
-class SequenceTooLong(SynapseError):
+class SequenceTooLong(SynapseError, code="sequence_too_long", exit_code=EXIT_USAGE):
     """details: index, tokens, max_tokens."""
 
-    code = "sequence_too_long"
-    exit_code = EXIT_USAGE
 
-
-class InvalidRequest(SynapseError):
+class InvalidRequest(SynapseError, code="invalid_request", exit_code=EXIT_USAGE):
     """The request makes no sense; nothing was sent."""
 
-    code = "invalid_request"
-    exit_code = EXIT_USAGE
 
-
-class UnknownModel(SynapseError):
+class UnknownModel(SynapseError, code="unknown_model", exit_code=EXIT_USAGE):
     """No such model; details: known."""
 
-    code = "unknown_model"
-    exit_code = EXIT_USAGE
 
-
-class BundleInvalid(SynapseError):
+class BundleInvalid(SynapseError, code="bundle_invalid", exit_code=EXIT_USAGE):
     """A model bundle can't be used."""
 
-    code = "bundle_invalid"
-    exit_code = EXIT_USAGE
 
-
-class MatrixInvalid(SynapseError):
+class MatrixInvalid(SynapseError, code="matrix_invalid", exit_code=EXIT_USAGE):
     """hw_matrix.yaml has an error; the message names file, line, key and the nearest valid key."""
 
-    code = "matrix_invalid"
-    exit_code = EXIT_USAGE
 
-
-class StorageFull(SynapseError):
+class StorageFull(SynapseError, code="storage_full"):
     """A file system or quota has no room for what a command or request writes. details: path, where it is known."""
 
-    code = "storage_full"
 
-
-class Interrupted(SynapseError):
+class Interrupted(SynapseError, code="interrupted", exit_code=EXIT_INTERRUPTED):
     """Ctrl-C, SIGTERM or a lost terminal ended a command; what it had started has ended."""
 
-    code = "interrupted"
     safe_to_retry = True
-    exit_code = EXIT_INTERRUPTED
 
 
 def of_os(
@@ -268,31 +228,21 @@ def of_os(
 _NO_ROOM: Final = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
-class WorkerError(SynapseError):
+class WorkerError(SynapseError, code="inference_failed"):
     """The worker answered ERR and lives; ``code`` is one of :class:`~engines.protocol.errors.ErrorCode`."""
 
-    code = "inference_failed"
 
-
-class BackendMissing(WorkerError):
+class BackendMissing(WorkerError, code="backend_missing", exit_code=EXIT_HARDWARE):
     """The hardware, driver or library of this engine is missing."""
-
-    code = "backend_missing"
-    exit_code = EXIT_HARDWARE
 
 
 def _worker_error(code: ErrorCode) -> type[WorkerError]:
     name = "".join(part.capitalize() for part in code.value.split("_"))
-    fields: dict[str, Any] = {
-        "code": code.value,
-        "__doc__": f"The worker answered ``{code.value}``.",
-        "__module__": __name__,
-    }
-    if code in (ErrorCode.OOM, ErrorCode.ANE_RESOURCES_EXHAUSTED):
-        fields |= {"transient": True, "default_retry_after_ms": 250, "safe_to_retry": True}
-    if code is ErrorCode.INVALID_REQUEST:
-        fields |= {"exit_code": EXIT_USAGE}
-    return type(name, (WorkerError,), fields)
+    said = {"__doc__": f"The worker answered ``{code.value}``.", "__module__": __name__}
+    retry = 250 if code in (ErrorCode.OOM, ErrorCode.ANE_RESOURCES_EXHAUSTED) else None
+    exit_code = EXIT_USAGE if code is ErrorCode.INVALID_REQUEST else EXIT_FAILED
+    made: type[WorkerError] = type(name, (WorkerError,), said, code=code.value, retry_ms=retry, exit_code=exit_code)
+    return made
 
 
 WORKER_ERRORS: Final[dict[ErrorCode, type[WorkerError]]] = {

@@ -7,7 +7,7 @@ One :class:`Host` owns its lanes (:mod:`synapse_host.lanes`). Nothing here retri
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.certificates.standing import speeds as speeds_here
 from synapse_host.config import HostConfig
-from synapse_host.errors import InvalidRequest
 from synapse_host.lanes import Lanes
 from synapse_host.models.bundles import open_bundles, open_installed
 from synapse_host.placement import hardware
@@ -159,56 +158,26 @@ class Host:
         truncate: bool = False,
         prompt: str | None = None,
         dimensions: int | None = None,
-    ) -> EmbedResult:
-        """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*."""
-        until = absolute(deadline)
-        assignment = self._lanes.find(model, lane, "embed")
-        columns = width(assignment.bundle.manifest, dimensions)
-        count = check_texts(texts, "texts")
-        if count <= encoders.CHUNK:
-            few = list(texts)
-            tokenizer = await self._encoders.of(model, until)
-            before = prompt_text(assignment.bundle.manifest, prompt) or None
-            rows = await encoders.encoded(
-                few, until, lambda: tokenizer.rows(few, truncate=truncate, prompt=prompt), query=before
-            )
-            vectors = await embedding.embed(self._lanes, assignment, rows, until, columns)
-            return EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
-        options: dict[str, Any] = {"lane": lane, "deadline": deadline, "truncate": truncate, "prompt": prompt}
-        # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
-        stream = self.embed_stream(model, list(texts), dimensions=columns, **options)
-        return await embedding.gathered(assignment, stream, (count, columns))
-
-    @memory.typed_stream
-    async def embed_stream(
-        self,
-        model: str,
-        texts: Iterable[str],
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-        prompt: str | None = None,
-        dimensions: int | None = None,
         offset: int = 0,
-    ) -> AsyncGenerator[EmbedResult, None]:
-        """Yield results of consecutive chunks of at most 1,024 texts; memory stays bounded however many there are.
+    ) -> EmbedResult:
+        """Return vectors with what was cut and who served. Raises SequenceTooLong by index unless *truncate*.
 
-        The next chunk is read and tokenised in threads while the worker computes. Indices (in ``truncated`` and in
-        errors) count from *offset*. Aclose the iterator when leaving it early. *texts* is read in a thread of the few
-        that the host has: it may compute and read files, and should not wait for somebody.
+        Indices, in ``truncated`` and in errors, count from *offset*. While 1,024 texts are computed, the next are
+        tokenised.
         """
         until = absolute(deadline)
         assignment = self._lanes.find(model, lane, "embed")
-        if not hasattr(offset, "__index__"):
-            raise InvalidRequest(f"offset is {offset!r}, must be a whole number")
         columns = width(assignment.bundle.manifest, dimensions)
+        check_texts(texts, "texts")
+        # A copy: the caller's list may change while it is embedded, and a row without an answer would hold old memory.
+        texts = list(texts)
         tokenizer = await self._encoders.of(model, until)
-        chunks = encoders.chunks(tokenizer, texts, until, truncate=truncate, offset=offset, prompt=prompt)
-        async with aclosing(chunks):
-            async for rows in chunks:
-                vectors = await embedding.embed(self._lanes, assignment, rows, until, columns)
-                yield EmbedResult(vectors, rows.truncated, *assignment.served_by(), len(rows.ids))
+
+        def encode(chunk: Sequence[str], start: int) -> Rows:
+            return tokenizer.rows(chunk, truncate=truncate, offset=offset + start, prompt=prompt)
+
+        chunks = encoders.chunks(texts, until, encode, query=prompt_text(assignment.bundle.manifest, prompt) or None)
+        return await embedding.embed_chunks(self._lanes, assignment, chunks, len(texts), until, columns)
 
     @memory.typed
     async def embed_ids(

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from synapse_host.config import HostConfig
     from synapse_host.placement.hardware import HostProfile
     from synapse_host.placement.matrix import HardwareMatrix
-    from synapse_host.residency.lane import AneFleet, RungedLane
+    from synapse_host.residency.lane import RungedLane
     from synapse_host.residency.machine_lock import LaneLock
+    from synapse_host.residency.shell import ResidencyShell
     from synapse_host.worker.listener import RuntimeDirectory
 
 
@@ -60,7 +61,8 @@ class Lanes:
         self.assignments = assign(matrix, profile=profile, bundles=bundles)
         self.counters = {lane_id: LaneCounters() for lane_id in self.assignments}
         self.logs = {lane_id: LogRing(config.log_ring_bytes) for lane_id in self.assignments}
-        self.fleet: AneFleet | None = None
+        self.residency: ResidencyShell | None = None
+        """The books of the Neural Engine's lanes, once one of them was used."""
         self.dense: dict[str, Sequence[Weights]] = {}
         """The dense layers of the models that have been asked for vectors."""
         self._bundles = bundles
@@ -90,9 +92,8 @@ class Lanes:
         supervisors = dict(self._supervisors)
         if supervisors:
             await asyncio.gather(*(supervisor.aclose(drain=drain) for supervisor in supervisors.values()))
-        fleet, self.fleet = self.fleet, None
-        if fleet is not None:
-            await fleet.aclose()
+        if self.residency is not None:
+            await self.residency.aclose()
         if self._lane_lock is not None:
             self._lane_lock.close()
             self._lane_lock = None
@@ -141,15 +142,14 @@ class Lanes:
             return supervisor
         lane = self._runged.get(assignment.lane_id)
         if lane is None:
-            if self.fleet is None:
-                from synapse_host.residency.lane import AneFleet
-                from synapse_host.residency.types import Limits
+            from synapse_host.residency.lane import RungedLane
+            from synapse_host.residency.shell import ResidencyShell
+            from synapse_host.residency.types import Limits
 
-                # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
-                self.fleet = AneFleet(Limits(nbytes=self._profile.ram_total // 4))
+            # A quarter of the memory at most: the weights of every resident function count whole (ane.md 4).
+            self.residency = self.residency or ResidencyShell(Limits(nbytes=self._profile.ram_total // 4))
             costs = partial(self._certificates.costs, assignment)
-            lane = self.fleet.add(supervisor, artifact, bundle=assignment.bundle, costs=costs)
-            self._runged[assignment.lane_id] = lane
+            lane = self._runged[assignment.lane_id] = RungedLane(self.residency, supervisor, artifact, costs=costs)
         return lane
 
     def supervisor(self, assignment: Assignment) -> Supervisor:

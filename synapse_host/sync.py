@@ -11,28 +11,38 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 from synapse_host.errors import InvalidRequest, QueueFull
+from synapse_host.host import Host
 from synapse_host.text.background import start_thread
 
 if TYPE_CHECKING:
-    from synapse_host.arrays import FloatArray
     from synapse_host.config import HostConfig
-    from synapse_host.host import Host
     from synapse_host.placement.assignment import Assignment
     from synapse_host.placement.matrix import HardwareMatrix
-    from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
+    from synapse_host.results import Piece
 
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 LEAVE_S: Final = 5.0
 """Seconds that calls of other threads get to end by themselves once their host is closed."""
+
+
+def _blocking(call: Callable[Concatenate[Host, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[SyncHost, P], T]:
+    """Return a method of :class:`SyncHost` that runs *call* on the loop's thread; signature and help are the call's."""
+
+    @wraps(call)
+    def method(self: SyncHost, /, *args: P.args, **options: P.kwargs) -> T:
+        return self._thread.call(call(self._host, *args, **options))
+
+    return method
 
 
 class SyncHost:
@@ -54,8 +64,6 @@ class SyncHost:
 
         QueueFull where the system starts no thread for this process.
         """
-        from synapse_host.host import Host
-
         thread = LoopThread()
         opened: AbstractAsyncContextManager[Host] = Host.open(matrix, models, config)
 
@@ -81,166 +89,21 @@ class SyncHost:
         async def body() -> T:
             return await work(self._host)
 
-        return self._run(body())
+        return self._thread.call(body())
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._thread.call(coroutine)
-
-    def embed(
-        self,
-        model: str,
-        texts: Sequence[str],
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-    ) -> FloatArray:
-        """As :meth:`Host.embed`."""
-        return self._run(
-            self._host.embed(
-                model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, dimensions=dimensions
-            )
-        )
-
-    def embed_result(
-        self,
-        model: str,
-        texts: Sequence[str],
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-    ) -> EmbedResult:
-        """As :meth:`Host.embed_result`."""
-        return self._run(
-            self._host.embed_result(
-                model, texts, lane=lane, deadline=deadline, truncate=truncate, prompt=prompt, dimensions=dimensions
-            )
-        )
-
-    def embed_ids(
-        self,
-        model: str,
-        rows: Sequence[Any],
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
-        dimensions: int | None = None,
-    ) -> FloatArray:
-        """As :meth:`Host.embed_ids`."""
-        return self._run(self._host.embed_ids(model, rows, lane=lane, deadline=deadline, dimensions=dimensions))
-
-    def embed_stream(
-        self,
-        model: str,
-        texts: Iterable[str],
-        *,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        offset: int = 0,
-    ) -> Iterator[EmbedResult]:
-        """As :meth:`Host.embed_stream`; close the iterator when leaving it early."""
-        stream = self._host.embed_stream(
-            model,
-            texts,
-            lane=lane,
-            deadline=deadline,
-            truncate=truncate,
-            prompt=prompt,
-            dimensions=dimensions,
-            offset=offset,
-        )
-        return self._each(stream)
-
-    def _each(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
-        async def following() -> T | None:
-            return await anext(stream, None)
-
-        while (result := self._run(following())) is not None:
-            try:
-                yield result
-            except BaseException:
-                # Left between two results; a call that fails or is interrupted ends the stream by itself. A host that
-                # was closed has ended it already; on its own thread, where a collector may run, the loop ends it.
-                with suppress(InvalidRequest):
-                    self._run(stream.aclose())
-                raise
-
-    def embed_packed(
-        self, model: str, rows: Sequence[Any], width: int, *, lane: str | None = None, deadline: float | None = None
-    ) -> FloatArray:
-        """As :meth:`Host.embed_packed`."""
-        return self._run(self._host.embed_packed(model, rows, width, lane=lane, deadline=deadline))
-
-    def rerank(
-        self,
-        model: str,
-        query: str,
-        documents: Sequence[str],
-        *,
-        raw: bool = False,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-    ) -> FloatArray:
-        """As :meth:`Host.rerank`."""
-        return self._run(
-            self._host.rerank(model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate)
-        )
-
-    def rerank_result(
-        self,
-        model: str,
-        query: str,
-        documents: Sequence[str],
-        *,
-        raw: bool = False,
-        lane: str | None = None,
-        deadline: float | None = None,
-        truncate: bool = False,
-    ) -> RerankResult:
-        """As :meth:`Host.rerank_result`."""
-        return self._run(
-            self._host.rerank_result(model, query, documents, raw=raw, lane=lane, deadline=deadline, truncate=truncate)
-        )
-
-    def rerank_ids(
-        self,
-        model: str,
-        query_ids: Sequence[int],
-        candidates: Sequence[Any],
-        *,
-        raw: bool = False,
-        lane: str | None = None,
-        deadline: float | None = None,
-    ) -> FloatArray:
-        """As :meth:`Host.rerank_ids`."""
-        return self._run(self._host.rerank_ids(model, query_ids, candidates, raw=raw, lane=lane, deadline=deadline))
-
-    def generate(
-        self,
-        model: str,
-        prompt: str | Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int | None = 128,
-        stop: str | Sequence[str] = (),
-        chat: bool = False,
-        lane: str | None = None,
-        deadline: float | None = None,
-    ) -> Generation:
-        """As :meth:`Host.generate`."""
-        return self._run(
-            self._host.generate(
-                model, prompt, max_tokens=max_tokens, stop=stop, chat=chat, lane=lane, deadline=deadline
-            )
-        )
+    embed = _blocking(Host.embed)
+    embed_result = _blocking(Host.embed_result)
+    embed_ids = _blocking(Host.embed_ids)
+    embed_packed = _blocking(Host.embed_packed)
+    rerank = _blocking(Host.rerank)
+    rerank_result = _blocking(Host.rerank_result)
+    rerank_ids = _blocking(Host.rerank_ids)
+    generate = _blocking(Host.generate)
+    generate_ids = _blocking(Host.generate_ids)
+    load = _blocking(Host.load)
+    unload = _blocking(Host.unload)
+    ping = _blocking(Host.ping)
+    probe = _blocking(Host.probe)
 
     def generate_stream(
         self,
@@ -257,36 +120,19 @@ class SyncHost:
         stream = self._host.generate_stream(
             model, prompt, max_tokens=max_tokens, stop=stop, chat=chat, lane=lane, deadline=deadline
         )
-        return self._each(stream)
 
-    def generate_ids(
-        self,
-        model: str,
-        ids: Sequence[int],
-        max_tokens: int | None,
-        *,
-        stop: str | Sequence[str] = (),
-        lane: str | None = None,
-        deadline: float | None = None,
-    ) -> Generation:
-        """As :meth:`Host.generate_ids`."""
-        return self._run(self._host.generate_ids(model, ids, max_tokens, stop=stop, lane=lane, deadline=deadline))
+        async def following() -> Piece | None:
+            return await anext(stream, None)
 
-    def load(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> None:
-        """As :meth:`Host.load`."""
-        self._run(self._host.load(model, lane=lane, deadline=deadline))
-
-    def unload(self, model: str, *, lane: str | None = None) -> None:
-        """As :meth:`Host.unload`."""
-        self._run(self._host.unload(model, lane=lane))
-
-    def ping(self, model: str, *, lane: str | None = None, deadline: float | None = None) -> dict[str, Any]:
-        """As :meth:`Host.ping`."""
-        return self._run(self._host.ping(model, lane=lane, deadline=deadline))
-
-    def probe(self, lane_id: str, *, deadline: float | None = None) -> None:
-        """As :meth:`Host.probe`."""
-        self._run(self._host.probe(lane_id, deadline=deadline))
+        while (piece := self._thread.call(following())) is not None:
+            try:
+                yield piece
+            except BaseException:
+                # Left between two pieces; a call that fails or is interrupted ends the stream by itself. A host that
+                # was closed has ended it already; on its own thread, where a collector may run, the loop ends it.
+                with suppress(InvalidRequest):
+                    self._thread.call(stream.aclose())
+                raise
 
     def lane_of(self, model: str, lane: str | None = None) -> Assignment:
         """As :meth:`Host.lane_of`."""
@@ -298,7 +144,7 @@ class SyncHost:
         async def read() -> dict[str, Any]:
             return self._host.health()
 
-        return self._run(read())
+        return self._thread.call(read())
 
     def explain(self, lane: str | None = None) -> list[dict[str, Any]]:
         """As :meth:`Host.explain`."""

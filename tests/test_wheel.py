@@ -19,15 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 def run(*words: str | Path, cwd: Path) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(word) for word in words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [str(word) for word in words]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -45,19 +38,10 @@ def test_the_wheel_serves_outside_the_checkout(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", env, cwd=tmp_path)
     run(env / "bin" / "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     # The dependencies come from the environment of these tests; its path file to the checkout is not followed.
-    site = Path(
-        run(
-            env / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-        ).strip()
-    )
+    [site] = (env / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(
-        env / "bin" / "python",
-        "-c",
-        "import engines, synapse_host; print(engines.__path__, synapse_host.__file__)",
-        cwd=tmp_path,
-    )
-    assert str(ROOT) not in where
+    code = "import engines, synapse_host; print(engines.__path__, synapse_host.__file__)"
+    assert str(ROOT) not in run(env / "bin" / "python", "-c", code, cwd=tmp_path)
     toy_models.write_bert(tmp_path / "checkpoint")
     synapse = env / "bin" / "synapse"
     run(synapse, "build", "checkpoint", "bundle", "--formats", "safetensors-package", cwd=tmp_path)

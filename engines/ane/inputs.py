@@ -12,13 +12,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from engines.ane.families import FAMILIES
-from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engines.runtime.batch import IntArray, TokenBatch
+    from engines.runtime.batch import IntArray
 
     Feeds: TypeAlias = Mapping[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]
 
@@ -45,16 +44,6 @@ class InputRules:
         """Return the rules of a model by its family and complete config; *row* gives the other fields."""
         about = FAMILIES[family]
         return cls(config["vocab_size"], causal=about.causal(config), window=about.window(config), **row)
-
-
-def check_ids(batch: TokenBatch, vocab: int) -> None:
-    """Refuse ids at or above *vocab* with ``invalid_request``; empty rows and negative ids were refused on arrival.
-
-    An in-graph gather clamps large ids, so a bad id would silently embed another token.
-    """
-    high = int(batch.input_ids.max())
-    if high >= vocab:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"token id {high} is outside the vocabulary of {vocab}")
 
 
 def single(ids: IntArray, bucket: int, rules: InputRules) -> Feeds:

@@ -17,6 +17,7 @@ from engines.ane.stderr_scan import StderrScan
 from engines.bundle import tight
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Inventory, Pooling
+from engines.runtime.batch import check_vocabulary
 from engines.runtime.engine import Model, ModelStatus
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ class AneModel(Model):
         """Return float32 (rows, dims). Every row is checked: finite, right shape, not all zeros."""
         if self._task != "embed":
             self._mismatch("embed")
-        inputs.check_ids(batch, self._rules.vocab)
+        check_vocabulary(batch.input_ids, self._rules.vocab)
         vectors = np.empty((len(batch), self.dims), np.float32)
 
         def keep(row: int, states: FloatArray) -> None:
@@ -233,7 +234,7 @@ class AneModel(Model):
         """Return raw logits of already composed sequences, float32 (rows,)."""
         if self._task != "rerank":
             self._mismatch("rerank")
-        inputs.check_ids(batch, self._rules.vocab)
+        check_vocabulary(batch.input_ids, self._rules.vocab)
         scores = np.empty(len(batch), np.float32)
 
         def keep(row: int, output: FloatArray) -> None:

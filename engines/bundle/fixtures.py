@@ -135,8 +135,6 @@ def write(path: Path, *, task: str, texts: Sequence[Any], computed_by: Reference
     def packed(value: Any) -> Array:
         return np.frombuffer(json.dumps(value, ensure_ascii=False).encode(), np.uint8)
 
-    if set(arrays) != set(_KEYS[task]):
-        raise BundleError(f"{path}: fixtures for {task} hold {', '.join(_KEYS[task])}")
     meta = {"format": FORMAT, "task": task, "computed_by": msgspec.to_builtins(computed_by)}
     np.savez_compressed(path, meta=packed(meta), texts=packed(list(texts)), **arrays)  # type: ignore[arg-type]
 
@@ -174,9 +172,8 @@ def _check(path: Path, found: Fixtures) -> None:
             raise BundleError(f"{path}: {what} don't fit the {len(found)} probes; the file is damaged")
 
     arrays, n = found.arrays, len(found)
-    offsets = [("input_ids", "cu_seqlens")] if found.task != "rerank" else []
-    offsets += [("query_ids", "query_cu"), ("candidate_ids", "candidate_cu")] if found.task == "rerank" else []
-    for ids, cu in offsets:
+    pairs = (("query_ids", "query_cu"), ("candidate_ids", "candidate_cu"))
+    for ids, cu in pairs if found.task == "rerank" else (("input_ids", "cu_seqlens"),):
         need(arrays[ids].dtype == np.int32 and arrays[cu].dtype == np.int32 and arrays[cu].ndim == 1, ids)
         steps = np.diff(arrays[cu])
         need(len(steps) > 0 and bool((steps > 0).all()) and arrays[cu][0] == 0, cu)

@@ -161,11 +161,6 @@ def canonical_bytes(obj: Any) -> bytes:
     return _CANONICAL.encode(obj).encode()
 
 
-def manifest_digest(data: bytes) -> str:
-    """Return the lowercase hex SHA-256 of a manifest file's canonical form; BundleError if it isn't one JSON object."""
-    return hashlib.sha256(_parsed(data)[1]).hexdigest()
-
-
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build one JSON object, as ``object_pairs_hook``; ValueError for a key that occurs twice."""
     obj: dict[str, Any] = {}
@@ -176,15 +171,8 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return obj
 
 
-def parse_strict(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object; duplicate keys, floats, NaN and other types are refused with a BundleError."""
-    return _parsed(data)[0]
-
-
-def _parsed(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the object and its canonical bytes."""
-    if len(data) > MAX_BYTES:
-        raise BundleError(f"{FILE_NAME} has more bytes than may be: at most {MAX_BYTES}")
+def parse_strict(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return one JSON object and its canonical bytes; BundleError for duplicate keys, floats, NaN and other types."""
     try:
         obj = _STRICT.decode(data.decode("utf-8"))
         canonical = canonical_bytes(obj)  # half a surrogate pair has no UTF-8 form, so no digest either
@@ -249,22 +237,18 @@ def read(root: Path | str) -> Bundle:
         raise BundleError(f"{FILE_NAME} has {exc}") from exc
     except OSError as exc:
         raise BundleError(f"{root} is not a model bundle: {file.name}: {exc.strerror or exc}") from exc
-    obj, canonical = _parsed(data)
-    return Bundle(root.absolute(), _converted(obj), hashlib.sha256(canonical).hexdigest())
+    return Bundle(root.absolute(), *parse(data))
 
 
-def parse(data: bytes) -> Manifest:
-    """Decode and validate manifest bytes; BundleError names the key."""
-    return _converted(parse_strict(data))
-
-
-def _converted(obj: dict[str, Any]) -> Manifest:
+def parse(data: bytes) -> tuple[Manifest, str]:
+    """Decode and validate manifest bytes; return the manifest and its digest. BundleError names the key."""
+    obj, canonical = parse_strict(data)
     try:
         manifest = msgspec.convert(obj, Manifest)
     except msgspec.ValidationError as exc:
         raise BundleError(f"{FILE_NAME}: {exc}") from exc
     _validate(manifest)
-    return manifest
+    return manifest, hashlib.sha256(canonical).hexdigest()
 
 
 def write(root: Path, manifest: Manifest) -> str:

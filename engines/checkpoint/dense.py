@@ -20,7 +20,7 @@ from msgspec import UNSET
 
 from engines.bundle import digest, manifest
 from engines.bundle.manifest import BundleError, DenseLayer, DenseLayers
-from engines.checkpoint.read import FLOAT_DTYPES, SINGLE, CheckpointError, read_json
+from engines.checkpoint.read import FLOAT_DTYPES, SINGLE, CheckpointError, held, only, read_json
 from engines.checkpoint.safetensors import SafetensorsFile, parse_header
 from engines.checkpoint.safetensors import write as write_tensors
 
@@ -90,11 +90,8 @@ def read_module(folder: Path) -> Module:
     """Read a Dense module's config.json and the header of its weights. CheckpointError for what isn't followed here."""
     file = folder / "config.json"
     conf = read_json(file)
-    if unknown := sorted(set(conf) - _KEYS):
-        raise CheckpointError(f"{file}: {', '.join(map(repr, unknown))} isn't known here and may change a vector")
-    for key in ("module_input_name", "module_output_name"):
-        if conf.get(key) not in (None, "sentence_embedding"):
-            raise CheckpointError(f"{file}: {key} is {conf[key]!r}, only the pooled sentence_embedding is served")
+    only(file, set(conf) - _KEYS, "a vector")
+    held(file, conf, dict.fromkeys(("module_input_name", "module_output_name"), (None, "sentence_embedding")))
     package, _, name = str(conf.get("activation_function")).rpartition(".")
     if name not in ACTIVATIONS or not package.startswith("torch.nn"):
         raise CheckpointError(

@@ -19,7 +19,7 @@ import numpy as np
 
 from engines.bundle import digest
 from engines.checkpoint import layout, program, safetensors
-from engines.checkpoint.read import CheckpointError, complete_config
+from engines.checkpoint.read import Checkpoint, CheckpointError
 
 if TYPE_CHECKING:
     from engines.checkpoint.safetensors import Array, FloatArray
@@ -68,21 +68,16 @@ def read_weights(model_file: Path) -> dict[str, FloatArray]:
     for name in stored:
         if name.endswith(_SUFFIX):
             base = name.removesuffix(_SUFFIX)
-            value = _restore(array(name), array(base + "_scale"), array(base + "_zero_point"))
+            # A vector of scales counts output columns, the last axis of (in, out).
+            quantised, zero = array(name).astype(np.float32), array(base + "_zero_point").astype(np.float32)
+            value: FloatArray = (quantised - zero) * array(base + "_scale").astype(np.float32)
             consumers = users.get(name, [])
-            multiplied = any(node.op_type == "MatMulInteger" for node in consumers)
-            if multiplied:
+            if any(node.op_type == "MatMulInteger" for node in consumers):
                 value = value.T
             keep(base if base.endswith(".weight") else _name_by_bias(model_file, consumers, users, stored), value)
         elif name.endswith((".bias", ".weight")) and stored[name].data_type == onnx.TensorProto.FLOAT:
             keep(name, array(name))
     return weights
-
-
-def _restore(quantised: Array, scale: Array, zero: Array) -> FloatArray:
-    """(q - zero) * scale; a vector of scales counts output columns, the last axis of (in, out)."""
-    value: FloatArray = (quantised.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
-    return value
 
 
 def _name_by_bias(model_file: Path, consumers: list[Any], users: dict[str, list[Any]], stored: dict[str, Any]) -> str:
@@ -128,23 +123,16 @@ def config_of(weights: dict[str, FloatArray], *, heads: int) -> dict[str, Any]:
 
 
 def dequantize(model_file: Path, out: Path, *, heads: int, progress: Callable[[int, int], None] | None = None) -> Path:
-    """Write the fp32 checkpoint folder *out* and return it. Raises CheckpointError; the shapes are checked first."""
+    """Write the fp32 checkpoint folder *out* and return it, if it is one that can be opened. Raises CheckpointError."""
     weights = read_weights(model_file)
     config = config_of(weights, heads=heads)
-    full = complete_config(config, "bert", where=str(model_file))
-    shapes = layout.required("bert", "rerank", full)
-    found = {layout.canonical(name): name for name in weights}
-    for key, shape in shapes.items():
-        if key not in found or weights[found[key]].shape != shape:
-            have = weights[found[key]].shape if key in found else "nothing"
-            raise CheckpointError(f"{model_file}: tensor {key!r} should be {list(shape)}, found {have}")
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    named = {(key if key.startswith("classifier") else "bert." + key): weights[found[key]] for key in shapes}
     # What is computed from these weights later says from which rounded ones they come.
     metadata = {"format": "pt", QUANTIZED_DTYPE: "int8"}
     metadata[QUANTIZED_DIGEST] = digest.PREFIX + digest.file_digest(model_file)
-    safetensors.write(out / "model.safetensors", named, metadata=metadata, dtype="F32", progress=progress)
+    safetensors.write(out / "model.safetensors", weights, metadata=metadata, dtype="F32", progress=progress)
+    Checkpoint.open(out)
     return out
 
 

@@ -32,7 +32,7 @@ def ignorable(name: str, task: Task) -> bool:
 def canonical(stored: str) -> str:
     """Return a stored tensor's canonical name; LayerNorm's older ``gamma`` and ``beta`` are weight and bias."""
     name = _PREFIX.sub("", stored)
-    return re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: "LayerNorm." + ("weight" if m[1] == "gamma" else "bias"), name)
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def required(family: Family, task: Task, config: dict[str, Any]) -> Shapes:

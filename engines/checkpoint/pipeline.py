@@ -10,13 +10,12 @@ transformers 4.57 and 5.24 write for BertConfig, ModernBertConfig, Qwen3Config a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engines.checkpoint.read import CheckpointError, quoted, read_json, read_json_list, read_optional
+from engines.checkpoint.read import CheckpointError, held, only, quoted, read_json, read_json_list, read_optional
 from engines.protocol.messages import Pooling
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ def read_pipeline(folder: Path) -> Pipeline | None:
         kind, path = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(path, str):
             raise CheckpointError(f"{file}: module {number} has no type or path")
-        _only(file, set(module) - _MODULE_KEYS, "what a module does")
-        _held(file, module, {"kwargs": (None, [])})
+        only(file, set(module) - _MODULE_KEYS, "what a module does")
+        held(file, module, {"kwargs": (None, [])})
         home = _inside(folder, path, file)
         # Another package's Transformer or Pooling is another program.
         name = kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
@@ -111,8 +110,8 @@ def read_pipeline(folder: Path) -> Pipeline | None:
             dense.append(read_module(home))
         elif name == "Normalize" and pooling is not None and not normalize:
             conf = read_optional(home / "config.json")
-            _only(home / "config.json", set(conf) - set(_NORMALIZE_HELD), "what is normalised")
-            _held(home / "config.json", conf, _NORMALIZE_HELD)
+            only(home / "config.json", set(conf) - set(_NORMALIZE_HELD), "what is normalised")
+            held(home / "config.json", conf, _NORMALIZE_HELD)
             normalize = True
         elif name == "LogitScore" and seen == ["Transformer", "LogitScore"]:
             score = home
@@ -129,7 +128,7 @@ def read_pooling(file: Path) -> Pooling:
     """Return the one pooling of a Pooling module's config.json; other and several modes are refused."""
     conf = read_json(file)
     unknown = {key for key in conf if key not in _POOLING_KEYS and not key.startswith("pooling_mode_")}
-    _only(file, unknown, "how vectors are pooled")
+    only(file, unknown, "how vectors are pooled")
     on = [key for key, value in conf.items() if key.startswith("pooling_mode_") and value not in (False, None)]
     named = conf.get("pooling_mode")
     if not on and isinstance(named, str) and named in _NAMES:
@@ -148,10 +147,10 @@ def read_limit(folder: Path, *, tokenizer_lowers: bool | None) -> int | None:
     """
     file = folder / "sentence_bert_config.json"
     conf = read_optional(file)
-    _only(file, set(conf) - _SENTENCE_KEYS, "a vector or a limit")
-    _held(file, conf, _SENTENCE_HELD)
+    only(file, set(conf) - _SENTENCE_KEYS, "a vector or a limit")
+    held(file, conf, _SENTENCE_HELD)
     for key in _ARGUMENTS:
-        _only(file, set(conf.get(key) or {}) - _HARMLESS_ARGUMENTS, "a vector or a limit")
+        only(file, set(conf.get(key) or {}) - _HARMLESS_ARGUMENTS, "a vector or a limit")
     if conf.get("do_lower_case") and not tokenizer_lowers:
         raise CheckpointError(
             f"{file}: do_lower_case is true, and the tokenizer keeps capitals: texts would have to be lowered before "
@@ -165,7 +164,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts of a model by name, and the name of the one that is put before every text by default."""
     file = folder / "config_sentence_transformers.json"
     conf = read_optional(file)
-    _only(file, set(conf) - _PROMPT_KEYS, "a vector")
+    only(file, set(conf) - _PROMPT_KEYS, "a vector")
     prompts, default = conf.get("prompts") or {}, conf.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts must map names to texts")
@@ -325,8 +324,8 @@ def check_generation(folder: Path) -> list[str]:
     """Refuse what would have to change a greedy answer and isn't done; return notes about what is left out."""
     file = folder / "generation_config.json"
     conf = read_optional(file)
-    _only(file, set(conf) - {*_NOTED.split(), *_HELD, *_SAMPLING}, "a greedy answer")
-    _held(file, conf, _HELD)
+    only(file, set(conf) - {*_NOTED.split(), *_HELD, *_SAMPLING}, "a greedy answer")
+    held(file, conf, _HELD)
     notes = []
     left = [key for key in _SAMPLING if conf.get(key) not in (None, False)]
     if conf.get("do_sample") and left:
@@ -340,15 +339,3 @@ def _inside(folder: Path, path: str, file: Path) -> Path:
     if path.startswith(("/", "\\")) or ".." in Path(path).parts or ":" in path:
         raise CheckpointError(f"{file}: {path!r} must be a folder beside it")
     return folder / path if path else folder
-
-
-def _only(file: Path, unknown: set[str], what: str) -> None:
-    if unknown:
-        raise CheckpointError(f"{file}: {quoted(unknown)} isn't known here and may change {what}")
-
-
-def _held(file: Path, conf: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse a key whose value isn't one of those that mean what is done here."""
-    for key, served in values.items():
-        if conf.get(key) not in served:
-            raise CheckpointError(f"{file}: {key} is {json.dumps(conf[key])[:200]}, which isn't served")

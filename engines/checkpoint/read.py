@@ -45,10 +45,6 @@ MAX_JSON: Final = 64 * 1024 * 1024
 FLOAT_DTYPES: Final = ("F32", "F16", "BF16")
 SHARD_INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-UNSERVED: Final[Mapping[str, str]] = {
-    "phi3": "joined projections and scaled rotary positions, which no graph here computes",
-}
-"""What is missing to serve well-known models whose checkpoints aren't; llama.cpp serves each from its GGUF."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +187,10 @@ def family_of(raw: Mapping[str, Any], where: Path | str) -> Family:
     for family in FAMILIES:
         if raw.get("model_type") == family:
             return family
-    kind = raw.get("model_type")
-    missing = UNSERVED.get(str(kind), "its config, its tensors and its forward pass aren't known to any engine here")
     raise CheckpointError(
-        f"{where}: model_type {kind!r} is not supported: {missing} (supported: {', '.join((*FAMILIES, *RELATIVES))}). "
-        "Where there is a GGUF of it, build from that, to embed or generate: synapse build MODEL.gguf OUT"
+        f"{where}: model_type {raw.get('model_type')!r} is not supported: its forward pass isn't known to any engine "
+        f"here (supported: {', '.join((*FAMILIES, *RELATIVES))}). Where there is a GGUF of it, build from that, to "
+        "embed or generate: synapse build MODEL.gguf OUT"
     )
 
 
@@ -327,3 +322,16 @@ def _select(
 def quoted(keys: Iterable[str]) -> str:
     """Return the first eight of *keys* in their order, for a message."""
     return ", ".join(repr(key) for key in sorted(keys)[:8])
+
+
+def only(file: Path, unknown: set[str], what: str) -> None:
+    """Refuse keys of a file that aren't known here; *what* they may change."""
+    if unknown:
+        raise CheckpointError(f"{file}: {quoted(unknown)} isn't known here and may change {what}")
+
+
+def held(file: Path, conf: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse a key whose value isn't one of those that mean what is done here."""
+    for key, served in values.items():
+        if conf.get(key) not in served:
+            raise CheckpointError(f"{file}: {key} is {json.dumps(conf[key])[:200]}, which isn't served")

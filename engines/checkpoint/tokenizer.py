@@ -23,20 +23,24 @@ def pair_separators(folder: Path) -> int:
     One where tokenizer.json doesn't say it, as BERT was trained. CheckpointError for other numbers.
     """
     file = folder / "tokenizer.json"
-    post = read_optional(file).get("post_processor")
-    steps = post.get("processors", [post]) if isinstance(post, dict) else []
-    for step in steps if isinstance(steps, list) else []:
-        kind = step.get("type") if isinstance(step, dict) else None
-        if kind in _PAIR_POST:
+    for step in _steps(read_optional(file)):
+        if (kind := step.get("type")) in _PAIR_POST:
             return _PAIR_POST[kind]
-        pair = step.get("pair") if kind == "TemplateProcessing" else None
-        if isinstance(pair, list):
+        pair = step.get("pair")
+        if kind == "TemplateProcessing" and isinstance(pair, list):
             texts = [at for at, part in enumerate(pair) if isinstance(part, dict) and "Sequence" in part]
             between = texts[1] - texts[0] - 1 if len(texts) == 2 else 0
             if between not in (1, 2):
                 raise CheckpointError(f"{file}: its template puts {between} tokens between the texts of a pair")
             return between
     return 1
+
+
+def _steps(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a tokenizer.json does behind its model, step by step."""
+    post = document.get("post_processor")
+    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
 
 
 def with_end(folder: Path) -> tuple[str, dict[str, Any]] | None:
@@ -54,10 +58,9 @@ def with_end(folder: Path) -> tuple[str, dict[str, Any]] | None:
     ids = [one.get("id") for one in added if one.get("content") == token]
     if not ids:
         raise CheckpointError(f"{folder}: add_eos_token is true, and eos_token {token!r} is no token of tokenizer.json")
-    post = document.get("post_processor")
-    steps = post.get("processors", [post]) if isinstance(post, dict) else []
+    steps = _steps(document)
     end = {"SpecialToken": {"id": token, "type_id": 0}}
-    if any(isinstance(step, dict) and step.get("single", [])[-1:] == [end] for step in steps):
+    if any(step.get("single", [])[-1:] == [end] for step in steps):
         return None
     first, second = ({"Sequence": {"id": name, "type_id": kind}} for name, kind in (("A", 0), ("B", 1)))
     template = {

@@ -30,6 +30,7 @@ from engines.bundle import manifest as bundles
 from engines.bundle.manifest import Bundle, BundleError
 from engines.cuda import floor
 from engines.cuda.settings import PRECISION_VARIABLE
+from engines.machine import installed_version
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Request
 from engines.runtime.engine import OWNED_SERVING, Engine, EngineIdentity, Probe, WorkerOptions
@@ -147,12 +148,5 @@ def missing_package() -> str | None:
 
 
 def runtime_version() -> str:
-    """Return the installed onnxruntime's version from its metadata folder's name; the library isn't imported for HELLO.
-
-    importlib.metadata would cost every spawn some 20 ms of imports for the same answer.
-    """
-    for root in sys.path:
-        for pattern in ("onnxruntime_gpu-*.dist-info", "onnxruntime-*.dist-info"):
-            for found in Path(root).glob(pattern):
-                return found.stem.partition("-")[2]
-    return "missing"
+    """Return the installed onnxruntime's version; the library isn't imported for HELLO."""
+    return installed_version("onnxruntime_gpu", "onnxruntime") or "missing"

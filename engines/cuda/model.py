@@ -11,6 +11,7 @@ from engines.cuda.pipeline import Run
 from engines.cuda.staging import Filler
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
+from engines.runtime.batch import check_lengths, check_vocabulary
 from engines.runtime.engine import Model
 
 if TYPE_CHECKING:
@@ -56,26 +57,10 @@ class OwnedModel(Model):
 
     def forward(self, batch: TokenBatch, progress: ProgressReporter) -> FloatArray:
         """Return float32 (rows, dims): vectors, or logits with dims 1."""
-        self._check(batch)
+        check_lengths(batch, limit=self.spec.max_tokens, what="row")
+        check_vocabulary(batch.input_ids, self.spec.config["vocab_size"])
         chosen = plan(batch.lengths, self.policy)
         filler = Filler(batch, chosen, pad_id=self.spec.pad_id, separator=self.spec.separator)
         out = np.empty((len(batch), self.dims), np.float32)
         Run(self.device, filler, out, progress).all()
         return out
-
-    def _check(self, batch: TokenBatch) -> None:
-        """Refuse what would index beyond a table, before anything is staged. Negative ids were refused on arrival."""
-        lengths, limit = batch.lengths, self.spec.max_tokens
-        if int(lengths.max()) > limit:
-            row = int((lengths > limit).argmax())
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"sequence_too_long: row {row} has {int(lengths[row])} tokens, at most {limit}",
-            )
-        ids, vocabulary = batch.input_ids, self.spec.config["vocab_size"]
-        if int(ids.max()) >= vocabulary:
-            place = int((ids >= vocabulary).argmax())
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"token {place} has id {int(ids[place])}, the vocabulary ends at {vocabulary - 1}",
-            )

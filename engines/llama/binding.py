@@ -12,8 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,11 +30,7 @@ if TYPE_CHECKING:
     from engines.runtime.batch import FloatArray, IntArray
 
 PACKAGE: Final = "llama_cpp"
-POOLING_NONE: Final = 0
-POOLING_MEAN: Final = 1
-POOLING_CLS: Final = 2
-POOLING_LAST: Final = 3
-POOLING_RANK: Final = 4
+POOLING_NONE, POOLING_MEAN, POOLING_CLS, POOLING_LAST, POOLING_RANK = range(5)
 PIECE_BYTES: Final = 64
 LAYER_NODE: Final = b"ffn_out-"
 """Graph node that ends a layer's work in the BERT and llama families (llama-cuda.md, 3)."""
@@ -134,13 +129,9 @@ class NativeModel:
 
         Raises EngineError ``artifact_invalid`` when llama.cpp refuses the file.
         """
-        lib = library()
-        self.api = lib.api
+        self.api = library().api
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = min(gpu_layers, 2**31 - 1)
-        # Reading instead of mapping: progress then counts bytes really read, and a file changed or cut after the
-        # digest was checked can't reach the weights.
-        params.load_mode = self.api.LLAMA_LOAD_MODE_NONE
         if gpu_layers == 0:
             self._devices = (ctypes.c_void_p * 1)(None)  # an empty list: no accelerator even where one is compiled in
             params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
@@ -155,32 +146,19 @@ class NativeModel:
 
         callback = self.api.llama_progress_callback(progress)
         params.progress_callback = callback
-        lib.last_error = ""
-        with open_stream(descriptor) as stream:
-            self._model: Any = self.api.llama_model_load_from_file_ptr(stream, params)
-        if not self._model:
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID, f"llama.cpp refuses the file: {lib.last_error or 'no reason given'}"
-            )
-        self._vocab = self.api.llama_model_get_vocab(self._model)
-        self.n_ctx_train = int(self.api.llama_model_n_ctx_train(self._model))
-        self.n_embd = int(self.api.llama_model_n_embd(self._model))
-        self.n_embd_out = int(self.api.llama_model_n_embd_out(self._model))
-        self.n_layer = int(self.api.llama_model_n_layer(self._model))
-        self.n_params = int(self.api.llama_model_n_params(self._model))
-        self.n_cls_out = int(self.api.llama_model_n_cls_out(self._model))
+        self.handle: Any = open_model(descriptor, params)
+        self._vocab = self.api.llama_model_get_vocab(self.handle)
+        self.n_ctx_train = int(self.api.llama_model_n_ctx_train(self.handle))
+        self.n_embd = int(self.api.llama_model_n_embd(self.handle))
+        self.n_embd_out = int(self.api.llama_model_n_embd_out(self.handle))
+        self.n_layer = int(self.api.llama_model_n_layer(self.handle))
+        self.n_params = int(self.api.llama_model_n_params(self.handle))
+        self.n_cls_out = int(self.api.llama_model_n_cls_out(self.handle))
         self.n_vocab = int(self.api.llama_vocab_n_tokens(self._vocab))
         self.has_vocab = int(self.api.llama_vocab_type(self._vocab)) != 0
         self.is_encoder_decoder = bool(
-            self.api.llama_model_has_encoder(self._model) and self.api.llama_model_has_decoder(self._model)
+            self.api.llama_model_has_encoder(self.handle) and self.api.llama_model_has_decoder(self.handle)
         )
-
-    @property
-    def pointer(self) -> Any:
-        """The native handle."""
-        if not self._model:
-            raise EngineError(ErrorCode.MODEL_NOT_LOADED, "the model was closed")
-        return self._model
 
     def is_end(self, token: int) -> bool:
         """Return whether *token* ends a generation."""
@@ -197,7 +175,7 @@ class NativeModel:
 
     def close(self) -> None:
         """Free the weights; idempotent."""
-        model, self._model = self._model, None
+        model, self.handle = self.handle, None
         if model:
             self.api.llama_model_free(model)
 
@@ -250,7 +228,7 @@ class NativeContext:
             self._on_node = api.ggml_backend_sched_eval_callback(self._node)
             params.cb_eval = self._on_node
         lib.last_error = ""
-        self._context = api.llama_init_from_model(model.pointer, params)
+        self._context = api.llama_init_from_model(model.handle, params)
         if not self._context:
             raise EngineError(
                 ErrorCode.CONFIG_INVALID,
@@ -352,15 +330,12 @@ class NativeContext:
             raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no token states")
         return np.ctypeslib.as_array(pointer, shape=(tokens, self.model.n_embd_out))
 
-    def pooled(self, rows: int, width: int) -> FloatArray:
-        """Return a copy of the last call's pooled rows, float32 (rows, width)."""
-        out = np.empty((rows, width), dtype=np.float32)
-        for row in range(rows):
-            pointer = self.api.llama_get_embeddings_seq(self._context, row)
-            if not pointer:
-                raise EngineError(ErrorCode.INFERENCE_FAILED, f"llama.cpp returned nothing for row {row}")
-            out[row] = np.ctypeslib.as_array(pointer, shape=(width,))
-        return out
+    def scores(self, rows: int) -> FloatArray:
+        """Return the last call's scores, float32 (rows,): a rank head's first number for each row."""
+        pointers = [self.api.llama_get_embeddings_seq(self._context, row) for row in range(rows)]
+        if not all(pointers):
+            raise EngineError(ErrorCode.INFERENCE_FAILED, "llama.cpp returned no scores")
+        return np.array([pointer[0] for pointer in pointers], dtype=np.float32)
 
     def logits(self) -> FloatArray:
         """Return a view of the logits of the last output, float32 (vocabulary,), valid until the next call."""
@@ -409,9 +384,16 @@ _STATUS: Final = {
 }
 
 
-@contextmanager
-def open_stream(descriptor: int) -> Iterator[Any]:
-    """Yield a C ``FILE*`` on a duplicate of a descriptor, at byte 0: hashed and loaded is the same open file."""
+def open_model(descriptor: int, params: Any) -> Any:
+    """Return the native model in the open file *descriptor*, from byte 0: hashed and loaded is the same open file.
+
+    Raises EngineError ``artifact_invalid`` when llama.cpp refuses the file.
+    """
+    lib = library()
+    # Reading instead of mapping: progress then counts bytes really read, and a file changed or cut after the digest
+    # was checked can't reach the weights.
+    params.load_mode = lib.api.LLAMA_LOAD_MODE_NONE
+    lib.last_error = ""
     os.lseek(descriptor, 0, os.SEEK_SET)  # "The GGUF is read from the current position"
     if sys.platform == "win32":
         c = ctypes.CDLL("ucrtbase")
@@ -422,11 +404,15 @@ def open_stream(descriptor: int) -> Iterator[Any]:
     opener.argtypes, opener.restype = [ctypes.c_int, ctypes.c_char_p], ctypes.c_void_p
     c.fclose.argtypes = [ctypes.c_void_p]
     copy = os.dup(descriptor)
-    pointer = opener(copy, b"rb")
-    if not pointer:
+    stream = opener(copy, b"rb")
+    if not stream:
         os.close(copy)
         raise EngineError(ErrorCode.OOM, "the C library gives no stream for the file")
     try:
-        yield pointer
+        model = lib.api.llama_model_load_from_file_ptr(stream, params)
     finally:
-        c.fclose(pointer)
+        c.fclose(stream)
+    if not model:
+        reason = lib.last_error or "no reason given"
+        raise EngineError(ErrorCode.ARTIFACT_INVALID, f"llama.cpp refuses the file: {reason}")
+    return model

@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
+from engines import machine
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import LLAMA_ENGINE, Load, Request
 from engines.runtime.engine import SEGMENT_SERVING, Engine, EngineIdentity, Model, Probe, WorkerOptions
@@ -107,25 +108,24 @@ class LlamaEngine(Engine):
         home = Path(__file__).parents[2]
         command = [sys.executable, "-c", "from engines.llama.binding import system_info as s; print(s())"]
         limit = PROBE_TIMEOUT_S.get(self.backend, 30)
+
+        def refused(code: str, **seen: object) -> Probe:
+            return Probe("refused", code, required, observed | seen)
+
         try:
             child = subprocess.run(command, capture_output=True, timeout=limit, check=False, cwd=home)  # noqa: S603
         except subprocess.TimeoutExpired:
-            observed["error"] = f"the library did not load within {limit} s"
-            return Probe("refused", "llama_missing", required, observed)
-        illegal = (-getattr(signal, "SIGILL", 4), 0xC000001D)
-        if child.returncode in illegal:
-            observed["error"] = f"illegal instruction: {DISTRIBUTION} was built for another CPU, rebuild it here"
-            return Probe("refused", "cpu_unsupported", required, observed)
+            return refused("llama_missing", error=f"the library did not load within {limit} s")
+        if child.returncode in (-getattr(signal, "SIGILL", 4), 0xC000001D):
+            why = f"illegal instruction: {DISTRIBUTION} was built for another CPU, rebuild it here"
+            return refused("cpu_unsupported", error=why)
         if child.returncode != 0:
             lines = child.stderr.decode("utf-8", "replace").strip().splitlines()
-            observed["error"] = lines[-1] if lines else f"exit status {child.returncode}"
-            return Probe("refused", "llama_missing", required, observed)
+            return refused("llama_missing", error=lines[-1] if lines else f"exit status {child.returncode}")
         features = compiled_features(child.stdout.decode("utf-8", "replace"))
         required["cpu_features"] = sorted(features & set(_X86_FEATURES))
-        missing = missing_features(features)
-        if missing:
-            observed["missing_cpu_features"] = missing
-            return Probe("refused", "cpu_unsupported", required, observed)
+        if missing := missing_features(features):
+            return refused("cpu_unsupported", missing_cpu_features=missing)
         return Probe("ok", "ok", required, observed)
 
     def load(self, request: Load, *, progress: ProgressReporter) -> Model:
@@ -135,7 +135,6 @@ class LlamaEngine(Engine):
         ``artifact_invalid``, ``model_unsupported`` or ``oom``; all or nothing.
         """
         from engines.llama import config, gguf
-        from engines.machine import usable_cores
         from engines.runtime.artifact import expected_digest, open_artifact
 
         if request.format != "gguf":
@@ -143,7 +142,7 @@ class LlamaEngine(Engine):
                 ErrorCode.ARTIFACT_INVALID, f"format is {request.format[:40]!r}, the llama worker only loads gguf"
             )
         self._keep_off_the_gpu()
-        settings = config.parse(request.runtime_config, backend=self.backend, cores=usable_cores())
+        settings = config.parse(request.runtime_config, backend=self.backend, cores=machine.usable_cores())
         expected_digest(request.artifact_digest)
         if self._installation is None:
             raise EngineError(ErrorCode.BACKEND_MISSING, f"{DISTRIBUTION} is not installed: install the 'llama' extra")
@@ -194,14 +193,7 @@ def find_installation() -> Installation | None:
         return None
     found = {match.group(1) for name in names if (match := _LIBRARY.fullmatch(name))}
     backend = next((backend for backend in BACKENDS if backend in found), "cpu")
-    return Installation(folder, _version(folder.parent), backend)
-
-
-def _version(site: Path) -> str:
-    """Return the version in the name of the metadata folder: importlib.metadata takes 15 ms to say the same."""
-    stem = DISTRIBUTION.replace("-", "_")
-    names = sorted(path.name for path in site.glob(f"{stem}-*.dist-info"))
-    return names[-1].removeprefix(f"{stem}-").removesuffix(".dist-info") if names else "unknown"
+    return Installation(folder, machine.installed_version(DISTRIBUTION.replace("-", "_")) or "unknown", backend)
 
 
 def compiled_features(system_info: str) -> set[str]:
@@ -234,14 +226,12 @@ def loses_token_types(descriptor: int, header: gguf.Header) -> bool:
         return False
     from engines.llama import gguf
 
-    rows = gguf.read_rows(descriptor, table)
+    rows = gguf.read_rows(descriptor, header, "token_types.weight")
     return rows is None or bool((rows[0] != rows[1]).any())
 
 
 def _require_memory(header: gguf.Header) -> None:
-    from engines.machine import free_memory
-
-    free = free_memory()
+    free = machine.free_memory()
     if header.tensor_bytes > free:
         raise EngineError(
             ErrorCode.OOM, f"the weights take {header.tensor_bytes} bytes, {free} bytes are free on this machine"

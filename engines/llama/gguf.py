@@ -3,6 +3,11 @@
 Source: the GGUF format page of ggml (versions 2 and 3, little-endian). Every count and every length is bounded and
 checked against the bytes that are really there, so a hostile or truncated file becomes ``artifact_invalid`` with a
 reason instead of an abort inside the library.
+
+llama.cpp's own reader (``gguf_init_from_file_ptr``, 0.3.36) doesn't do that: a claimed array of strings costs eight
+times the size of the file, which may be a sparse one, and where there is less memory an uncaught ``bad_alloc`` ends the
+process. Reading a bounded beginning of the file with it would need some fifteen native functions declared and every
+check below all the same, to save some thirty lines.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -36,7 +41,7 @@ KEPT_ITEMS: Final = 4096
 """Numeric arrays up to this length are kept; of longer ones and of string arrays only the length."""
 WINDOW_BYTES: Final = 1024 * 1024
 
-_SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL: Final = 7
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -52,6 +57,7 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
 doubles (28) no model is stored, and llama.cpp aborts where it computes with them (seen with 0.3.36)."""
 ROTATED_WHOLE: Final = ("llama", "qwen2", "qwen3")
 """Architectures that rotate whole heads; others may rotate a part."""
+TOKEN_TYPE_KEY: Final = "synapse.token_type_vocab_offset"  # noqa: S105
 F32: Final = 0
 F16: Final = 1
 
@@ -69,9 +75,8 @@ Value: TypeAlias = int | float | bool | str | Array
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: ``shape`` innermost first as in the file, ``offset`` absolute in the file, in bytes."""
+    """One tensor: ``shape`` innermost first as in the file, ``offset`` in bytes from the header's ``data_offset``."""
 
-    name: str
     shape: tuple[int, ...]
     type: int
     offset: int
@@ -91,7 +96,6 @@ class SpecialIds:
 class Header:
     """What a GGUF says about itself."""
 
-    version: int
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     data_offset: int
@@ -140,7 +144,7 @@ class Header:
     @property
     def token_type_vocab_offset(self) -> int | None:
         """V of a split vocabulary: the id of a passage token is shifted by V (token type 1)."""
-        return self.integer("synapse.token_type_vocab_offset")
+        return self.integer(TOKEN_TYPE_KEY)
 
     @property
     def vocab_size(self) -> int | None:
@@ -194,60 +198,57 @@ def read_header(descriptor: int) -> Header:
     Raises EngineError ``artifact_invalid`` for anything malformed, truncated or out of bounds.
     """
     cursor = _Cursor(descriptor)
-    if cursor.take(4, "the magic") != MAGIC:
+    if cursor.take(4) != MAGIC:
         refuse("it does not start with the magic 'GGUF'")
-    version = cursor.u32("the version")
+    version = cursor.number("<I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         refuse("it is big-endian" if swapped else f"version {version}, supported are 2 and 3")
-    tensor_count = cursor.count("tensors", MAX_TENSORS)
-    key_count = cursor.count("metadata keys", MAX_KEYS)
+    tensor_count, key_count = cursor.count(MAX_TENSORS), cursor.count(MAX_KEYS)
     metadata: dict[str, Value] = {}
     for index in range(key_count):
-        key = cursor.string(f"metadata key {index}", MAX_KEY_BYTES)
+        cursor.place = f"metadata key {index}"
+        key = cursor.string(MAX_KEY_BYTES)
         if key in metadata:
             refuse(f"metadata key {key!r} stands there twice")
-        metadata[key] = _value(cursor, key)
+        cursor.place = f"metadata {key!r}"
+        metadata[key] = _value(cursor)
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         refuse("metadata has no 'general.architecture'")
     alignment = metadata.get("general.alignment", 32)
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or not _is_alignment(alignment):
+    if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
         refuse(f"general.alignment is {alignment!r}, not a power of two")
-    raw: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for index in range(tensor_count):
-        tensor = _tensor(cursor, index, alignment)
-        if tensor.name in raw:
-            refuse(f"tensor {tensor.name!r} stands there twice")
-        raw[tensor.name] = tensor
+        cursor.place = f"the name of tensor {index}"
+        name = cursor.string(MAX_NAME_BYTES)
+        if name in tensors:
+            refuse(f"tensor {name!r} stands there twice")
+        cursor.place = f"tensor {name!r}"
+        tensors[name] = _tensor(cursor, alignment)
     data_offset = -(-cursor.position // alignment) * alignment
-    tensors = {
-        name: TensorInfo(name, tensor.shape, tensor.type, data_offset + tensor.offset, tensor.nbytes)
-        for name, tensor in raw.items()
-    }
-    smallest = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=cursor.position)
-    if cursor.size < smallest:
-        refuse(f"truncated: {cursor.size} bytes, its tensors end at byte {smallest}")
-    header = Header(version, metadata, tensors, data_offset)
-    parts = header.integer("split.count")
-    if parts is not None and parts > 1:
-        refuse(f"it is one of {parts} parts: merge them into one file")
-    _check_sizes(header)
+    end = max((data_offset + tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
+    if cursor.size < end:
+        refuse(f"truncated: {cursor.size} bytes, its tensors end at byte {end}")
+    header = Header(metadata, tensors, data_offset)
+    _check_numbers(header)
+    _check_rotation(header)
     _check_split(header)
     return header
 
 
-def read_rows(descriptor: int, tensor: TensorInfo) -> FloatArray | None:
+def read_rows(descriptor: int, header: Header, name: str) -> FloatArray | None:
     """Return a small F32 or F16 matrix row by row, or None for another type or more than 16 MiB."""
     import numpy as np
 
+    tensor = header.tensors[name]
     letter = {F32: "<f4", F16: "<f2"}.get(tensor.type)
-    if letter is None or len(tensor.shape) != 2 or tensor.nbytes > MAX_STRING_BYTES:
+    if letter is None or tensor.nbytes > MAX_STRING_BYTES:
         return None
     cursor = _Cursor(descriptor)
-    cursor.skip(tensor.offset, f"tensor {tensor.name!r}")
-    values = np.frombuffer(cursor.take(tensor.nbytes, f"tensor {tensor.name!r}"), letter)
-    return values.reshape(tensor.shape[::-1]).astype(np.float32)
+    cursor.skip(header.data_offset + tensor.offset)
+    return np.frombuffer(cursor.take(tensor.nbytes), letter).reshape(tensor.shape[::-1]).astype(np.float32)
 
 
 class _Cursor:
@@ -256,115 +257,93 @@ class _Cursor:
     def __init__(self, descriptor: int) -> None:
         self.size = os.fstat(descriptor).st_size
         self.position = 0
+        self.place = "its first bytes"
+        """What is being read, for the reason of a refusal."""
         self._file = open(descriptor, "rb", WINDOW_BYTES, closefd=False)  # noqa: SIM115 - it stays open
         self._file.seek(0)
 
-    def take(self, length: int, what: str) -> bytes:
+    def take(self, length: int) -> bytes:
         # The size is asked first, so that a length that the file claims is never allocated.
         data = self._file.read(length) if self.position + length <= self.size else b""
         if len(data) < length:
-            refuse(f"truncated in {what}")
+            refuse(f"truncated in {self.place}")
         self.position += length
         return data
 
-    def skip(self, length: int, what: str) -> None:
+    def skip(self, length: int) -> None:
         self.position += length
         if self.position > self.size:
-            refuse(f"truncated in {what}")
+            refuse(f"truncated in {self.place}")
         self._file.seek(self.position)
 
-    def u32(self, what: str) -> int:
-        return int.from_bytes(self.take(4, what), "little")
+    def number(self, layout: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
-    def u64(self, what: str) -> int:
-        return int.from_bytes(self.take(8, what), "little")
-
-    def count(self, what: str, limit: int) -> int:
-        value = self.u64(f"the number of {what}")
+    def count(self, limit: int) -> int:
+        value = int.from_bytes(self.take(8), "little")
         if value > limit:
-            refuse(f"{value} {what}, at most {limit} are accepted")
+            refuse(f"{self.place} claims a number or length of {value}, at most {limit} is accepted")
         return value
 
-    def string(self, what: str, limit: int) -> str:
-        length = self.u64(what)
-        if length > limit:
-            refuse(f"{what} claims {length} bytes, at most {limit} are accepted")
+    def string(self, limit: int) -> str:
         try:
-            return self.take(length, what).decode("utf-8")
+            return self.take(self.count(limit)).decode("utf-8")
         except UnicodeDecodeError:
-            refuse(f"{what} is not UTF-8")
+            refuse(f"{self.place} is not UTF-8")
 
 
-def _value(cursor: _Cursor, key: str) -> Value:
-    what = f"metadata {key!r}"
-    kind = cursor.u32(what)
+def _value(cursor: _Cursor) -> Value:
+    kind = cursor.number("<I")
     if kind == _STRING:
-        return cursor.string(what, MAX_STRING_BYTES)
-    if kind == _ARRAY:
-        return _array(cursor, what)
-    layout = _SCALARS.get(kind)
-    if layout is None:
-        refuse(f"{what} has the unknown type {kind}")
-    value: int | float = struct.unpack(layout, cursor.take(struct.calcsize(layout), what))[0]
-    return bool(value) if kind == _BOOL else value
-
-
-def _array(cursor: _Cursor, what: str) -> Array:
-    kind = cursor.u32(what)
-    count = cursor.count(f"items in {what}", MAX_ARRAY_ITEMS)
+        return cursor.string(MAX_STRING_BYTES)
+    if kind != _ARRAY:
+        value: int | float = cursor.number("<" + _letter(cursor, kind))
+        return bool(value) if kind == _BOOL else value
+    kind, count = cursor.number("<I"), cursor.count(MAX_ARRAY_ITEMS)
     if kind == _STRING:
         for _ in range(count):
-            length = cursor.u64(what)
-            if length > MAX_STRING_BYTES:
-                refuse(f"a string in {what} claims {length} bytes, at most {MAX_STRING_BYTES} are accepted")
-            cursor.skip(length, what)
+            cursor.skip(cursor.count(MAX_STRING_BYTES))
         return Array(count)
-    layout = _SCALARS.get(kind)
-    if layout is None:  # llama.cpp reads no arrays of arrays either
-        refuse(f"{what} is an array of the unknown type {kind}")
-    nbytes = count * struct.calcsize(layout)
+    layout = f"<{count}{_letter(cursor, kind)}"  # llama.cpp reads no arrays of arrays either
     if count > KEPT_ITEMS:
-        cursor.skip(nbytes, what)
+        cursor.skip(struct.calcsize(layout))
         return Array(count)
-    return Array(count, struct.unpack(f"<{count}{layout[1]}", cursor.take(nbytes, what)))
+    return Array(count, struct.unpack(layout, cursor.take(struct.calcsize(layout))))
 
 
-def _tensor(cursor: _Cursor, index: int, alignment: int) -> TensorInfo:
-    name = cursor.string(f"the name of tensor {index}", MAX_NAME_BYTES)
-    what = f"tensor {name!r}"
-    dimensions = cursor.u32(what)
+def _letter(cursor: _Cursor, kind: int) -> str:
+    return _SCALARS.get(kind) or refuse(f"{cursor.place} has the unknown type {kind}")
+
+
+def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
+    what = cursor.place
+    dimensions = cursor.number("<I")
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         refuse(f"{what} has {dimensions} dimensions, 1 to {MAX_DIMENSIONS} are accepted")
-    shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions, what))
-    elements = 1
-    for size in shape:
-        elements *= size
-        if not 1 <= elements <= MAX_ELEMENTS:
-            refuse(f"{what} has the shape {list(shape)}")
-    kind = cursor.u32(what)
-    block = BLOCKS.get(kind)
-    if block is None:
+    shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
+    kind, offset, elements = cursor.number("<I"), cursor.number("<Q"), math.prod(shape)
+    if not 1 <= elements <= MAX_ELEMENTS:
+        refuse(f"{what} has the shape {list(shape)}")
+    if kind not in BLOCKS:
         refuse(f"{what} has the type {kind}, in which no weights are stored")
     if dimensions == 1 and kind != F32:
         # Norms and biases: converters leave them in float32, and llama.cpp adds and multiplies by nothing else.
         refuse(f"{what} is a vector of the type {kind}, vectors are stored in float32")
-    if shape[0] % block[0]:
-        refuse(f"{what} has rows of {shape[0]} elements, not a multiple of its block of {block[0]}")
-    offset = cursor.u64(what)
-    nbytes = elements // block[0] * block[1]
+    block, nbytes = BLOCKS[kind]
+    if shape[0] % block:
+        refuse(f"{what} has rows of {shape[0]} elements, not a multiple of its block of {block}")
     if offset % alignment:
         refuse(f"{what} begins at {offset}, not a multiple of {alignment}")
-    if offset + nbytes > cursor.size:
-        refuse(f"truncated: {what} ends beyond the file's {cursor.size} bytes")
-    return TensorInfo(name, shape, kind, offset, nbytes)
+    return TensorInfo(shape, kind, offset, elements // block * nbytes)
 
 
-def _check_sizes(header: Header) -> None:
-    """Refuse numbers on which llama.cpp asserts instead of returning (seen with 0.3.36)."""
+def _check_numbers(header: Header) -> None:
+    """Refuse numbers on which llama.cpp asserts instead of returning (seen with 0.3.36), and a part of a model."""
+    if (parts := header.integer("split.count") or 1) > 1:
+        refuse(f"it is one of {parts} parts: merge them into one file")
     for key, value in header.metadata.items():
         if isinstance(value, float) and not (math.isfinite(value) and (value >= 0 or not key.endswith("epsilon"))):
             refuse(f"{key} is {value}")
-    _check_rotation(header)
     for key, limit in (("block_count", MAX_LAYERS), ("context_length", 2**31 - 1)):
         name = f"{header.architecture}.{key}"
         if name in header.metadata and not 1 <= (header.integer(key, scoped=True) or 0) <= limit:
@@ -382,15 +361,12 @@ def _check_rotation(header: Header) -> None:
 
 
 def _check_split(header: Header) -> None:
+    """Refuse a vocabulary that isn't split where the file says so."""
+    if TOKEN_TYPE_KEY not in header.metadata:
+        return
     split = header.token_type_vocab_offset
     if split is None:
-        if "synapse.token_type_vocab_offset" in header.metadata:
-            refuse("synapse.token_type_vocab_offset is not a number of tokens")
-        return
+        refuse(f"{TOKEN_TYPE_KEY} is not a number of tokens")
     for what, rows in (("token embedding rows", header.embedding_rows), ("tokens", header.token_count)):
         if rows is not None and rows != 2 * split:
             refuse(f"a vocabulary split at {split} needs {2 * split} {what}, it has {rows}")
-
-
-def _is_alignment(value: int) -> bool:
-    return 1 <= value <= 2**20 and value & (value - 1) == 0

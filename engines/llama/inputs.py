@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -75,25 +76,6 @@ def plan_chunks(lengths: Sequence[int], *, cap: int, slots: int) -> list[Chunk]:
     return chunks
 
 
-def check_ids(ids: IntArray, *, vocab_size: int) -> None:
-    """Raise ``invalid_request`` unless every id is below *vocab_size*. Negative ids were refused on arrival."""
-    high = int(ids.max())
-    if high >= vocab_size:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"token id {high} is outside the vocabulary of {vocab_size}: use the bundle's tokenizer",
-        )
-
-
-def check_lengths(lengths: Sequence[int], *, limit: int, what: str) -> None:
-    """Raise ``invalid_request`` for a row of more than *limit* tokens (U3); empty ones were refused on arrival."""
-    for row, length in enumerate(lengths):
-        if length > limit:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST, f"{what} {row} has {length} tokens, the model takes {limit}: truncate it"
-            )
-
-
 def pair_separators(header: Header) -> int:
     """Return how many separators stand between query and document: 1 as BERT was trained, 2 as RoBERTa was.
 
@@ -132,41 +114,30 @@ def compose_pairs(
     if not query:
         raise EngineError(ErrorCode.INVALID_REQUEST, "the query is empty once its special tokens are taken off")
     head = [bos, *query, sep] if separators == 1 else [bos, *query, end, sep]
-    flat: list[int] = []
-    bounds = [0]
+    made: list[list[int]] = []
     for index, row in enumerate(pairs.candidates.rows()):
         document = trim(row.tolist(), special)
         if not document:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"candidate {index} is empty once its special tokens are taken off"
             )
-        flat += head
-        flat += [id_ + passage_shift for id_ in document]
-        flat.append(end + passage_shift)
-        bounds.append(len(flat))
-    return TokenBatch(np.array(flat, dtype=np.int32), np.array(bounds, dtype=np.int32))
+        made.append([*head, *(id_ + passage_shift for id_ in (*document, end))])
+    return TokenBatch(np.array([*chain(*made)], dtype=np.int32), np.cumsum([0, *map(len, made)]).astype(np.int32))
 
 
 def trim(ids: list[int], special: SpecialIds) -> list[int]:
     """Drop one leading BOS and every trailing SEP or EOS."""
-    start = 1 if ids and special.bos is not None and ids[0] == special.bos else 0
-    closing = {id_ for id_ in (special.sep, special.eos) if id_ is not None}
-    end = len(ids)
-    while end > start and ids[end - 1] in closing:
+    start, end = int(ids[:1] == [special.bos]), len(ids)
+    while end > start and ids[end - 1] in (special.sep, special.eos):
         end -= 1
     return ids[start:end]
 
 
 def gather(batch: TokenBatch, rows: Sequence[int]) -> TokenBatch:
-    """Return the named rows laid end to end (a view where they already are neighbours)."""
+    """Return the named rows laid end to end."""
     bounds = batch.cu_seqlens
-    first, last = rows[0], rows[-1]
-    if list(rows) == list(range(first, last + 1)):
-        start = int(bounds[first])
-        return TokenBatch(batch.input_ids[start : int(bounds[last + 1])], bounds[first : last + 2] - start)
-    parts = [batch.input_ids[int(bounds[row]) : int(bounds[row + 1])] for row in rows]
-    lengths = [len(part) for part in parts]
-    return TokenBatch(np.concatenate(parts), np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+    parts = [batch.input_ids[bounds[row] : bounds[row + 1]] for row in rows]
+    return TokenBatch(np.concatenate(parts), np.cumsum([0, *map(len, parts)]).astype(np.int32))
 
 
 def pool(states: FloatArray, bounds: IntArray, pooling: Pooling) -> FloatArray:

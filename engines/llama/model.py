@@ -10,33 +10,24 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from engines.llama import inputs
-from engines.llama.binding import (
-    POOLING_CLS,
-    POOLING_LAST,
-    POOLING_MEAN,
-    POOLING_NONE,
-    POOLING_RANK,
-    ContextShape,
-    NativeContext,
-    NativeModel,
-)
+from engines.llama.binding import POOLING_NONE, POOLING_RANK, ContextShape, NativeContext, NativeModel
 from engines.llama.contexts import ContextPool, logits_bytes
 from engines.llama.sequences import SequenceCache
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Pooling
-from engines.runtime.batch import Generation
+from engines.runtime.batch import Generation, TokenBatch, check_lengths, check_vocabulary
 from engines.runtime.engine import Model
 
 if TYPE_CHECKING:
     from engines.llama.config import LlamaConfig
     from engines.llama.gguf import Header
     from engines.llama.inputs import Chunk
-    from engines.runtime.batch import FloatArray, IntArray, RerankPairs, TokenBatch
+    from engines.runtime.batch import FloatArray, IntArray, RerankPairs
     from engines.runtime.progress import ProgressReporter
 
 SMALL_MODEL: Final = 200_000_000
@@ -58,7 +49,14 @@ GRANULE: Final = 64
 LOGITS_BUDGET_BYTES: Final = 256 * 2**20
 """Most that the logits of one chunk may take: llama.cpp makes room for them, also where nobody reads them."""
 
-Compute = Callable[[NativeContext, "Chunk"], None]
+
+class Work(NamedTuple):
+    """Rows to compute; *read* takes the results of a call's rows out of its context, into their places of *out*."""
+
+    batch: TokenBatch
+    out: FloatArray
+    read: Callable[[NativeContext, TokenBatch], FloatArray]
+    progress: ProgressReporter
 
 
 class LlamaModel(Model):
@@ -119,17 +117,14 @@ class LlamaModel(Model):
         """Return float32 (rows, n_embd), pooled over token states in float32. Unit of progress: a finished layer."""
         if self._header.pooling_type == POOLING_RANK:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model reranks, it does not embed")
-        self._check(batch, "item")
+        check_lengths(batch, limit=self.limit, what="item")  # U3
+        check_vocabulary(batch.input_ids, self.vocab_size)
         vectors = np.empty((len(batch), self.dims), dtype=np.float32)
 
-        def compute(context: NativeContext, chunk: Chunk) -> None:
-            rows = inputs.gather(batch, chunk.rows)
-            context.clear(data=True)
-            context.run_rows(rows.input_ids, rows.cu_seqlens)
-            states = context.states(len(rows.input_ids))
-            vectors[list(chunk.rows)] = inputs.pool(states, rows.cu_seqlens, pooling)
+        def read(context: NativeContext, rows: TokenBatch) -> FloatArray:
+            return inputs.pool(context.states(len(rows.input_ids)), rows.cu_seqlens, pooling)
 
-        self._run(batch, compute, native_pooling=POOLING_NONE, progress=progress)
+        self._run(Work(batch, vectors, read, progress), POOLING_NONE)
         return inputs.normalize_rows(vectors) if normalize else vectors
 
     def rerank(self, pairs: RerankPairs, *, progress: ProgressReporter) -> FloatArray:
@@ -151,25 +146,17 @@ class LlamaModel(Model):
                 "llama.cpp feeds token type 0 only, this cross-encoder was trained with two: rebuild the GGUF with a "
                 "split vocabulary (synapse build)",
             )
-        inputs.check_ids(pairs.query_ids, vocab_size=self.vocab_size)
-        inputs.check_lengths([len(pairs.query_ids)], limit=self.limit, what="query")
-        self._check(pairs.candidates, "candidate")
+        check_vocabulary(pairs.query_ids, self.vocab_size)
+        check_vocabulary(pairs.candidates.input_ids, self.vocab_size)
         batch = inputs.compose_pairs(
             pairs,
             self._header.special,
             separators=inputs.pair_separators(self._header),
             passage_shift=self._header.token_type_vocab_offset or 0,
         )
-        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what="pair")
+        check_lengths(batch, limit=self.limit, what="pair")
         scores = np.empty(len(batch), dtype=np.float32)
-
-        def compute(context: NativeContext, chunk: Chunk) -> None:
-            rows = inputs.gather(batch, chunk.rows)
-            context.clear(data=True)
-            context.run_rows(rows.input_ids, rows.cu_seqlens)
-            scores[list(chunk.rows)] = context.pooled(len(rows), 1)[:, 0]
-
-        self._run(batch, compute, native_pooling=POOLING_RANK, progress=progress)
+        self._run(Work(batch, scores, lambda context, rows: context.scores(len(rows)), progress), POOLING_RANK)
         return scores
 
     def generate(self, input_ids: IntArray, *, max_tokens: int, progress: ProgressReporter) -> Generation:
@@ -216,14 +203,10 @@ class LlamaModel(Model):
 
     # --- guards ------------------------------------------------------------------------------------------------------
 
-    def _check(self, batch: TokenBatch, what: str) -> None:
-        inputs.check_lengths(batch.lengths.tolist(), limit=self.limit, what=what)
-        inputs.check_ids(batch.input_ids, vocab_size=self.vocab_size)
-
     def _check_generate(self, input_ids: IntArray, max_tokens: int) -> None:
         if not self.has_memory or self._reranks:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model is an encoder, it does not generate")
-        if self._header.pooling_type in (POOLING_MEAN, POOLING_CLS, POOLING_LAST):
+        if POOLING_NONE < (self._header.pooling_type or 0) < POOLING_RANK:
             raise EngineError(ErrorCode.OPERATION_MISMATCH, "the model embeds, it does not generate")
         if not self._native.has_vocab:
             raise EngineError(ErrorCode.MODEL_UNSUPPORTED, "the GGUF has no vocabulary: it can't say text")
@@ -233,8 +216,7 @@ class LlamaModel(Model):
                 f"max_tokens is {max_tokens}, this worker gives at most {self._config.microllm_max_tokens} "
                 "(runtime_config microllm_max_tokens)",
             )
-        inputs.check_lengths([len(input_ids)], limit=self.limit, what="prompt")
-        inputs.check_ids(input_ids, vocab_size=self.vocab_size)
+        check_vocabulary(input_ids, self.vocab_size)
         if len(input_ids) + max_tokens > self.limit:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
@@ -250,27 +232,25 @@ class LlamaModel(Model):
 
     # --- running chunks ----------------------------------------------------------------------------------------------
 
-    def _run(self, batch: TokenBatch, compute: Compute, *, native_pooling: int, progress: ProgressReporter) -> None:
+    def _run(self, work: Work, native_pooling: int) -> None:
         """Compute every row: usual chunks side by side where that is faster, long rows one by one."""
         cap = self._chunk_tokens
-        chunks = inputs.plan_chunks(batch.lengths.tolist(), cap=cap, slots=self._slots())
+        chunks = inputs.plan_chunks(work.batch.lengths.tolist(), cap=cap, slots=self._slots())
         usual = [chunk for chunk in chunks if chunk.tokens <= cap]
         shape = self._row_shape(_round_up(cap, GRANULE), native_pooling)
         slots = min(self._slots(), len(usual))
         if slots > 1:
-            self._side_by_side(usual, shape, slots, compute, progress)
+            self._side_by_side(work, usual, shape, slots)
         else:
             for chunk in usual:
-                self._one(chunk, shape, 0, self._config.threads, compute, progress)
+                self._one(work, chunk, shape, 0, self._config.threads)
         for chunk in chunks:
             if chunk.tokens > cap:
                 size = max(_round_up(cap, GRANULE), _round_up(_power_of_two(chunk.tokens), GRANULE))
                 long = self._row_shape(min(size, _round_up(self.limit, GRANULE)), native_pooling, long=True)
-                self._one(chunk, long, 0, self._config.threads, compute, progress)
+                self._one(work, chunk, long, 0, self._config.threads)
 
-    def _side_by_side(
-        self, chunks: Sequence[Chunk], shape: ContextShape, slots: int, compute: Compute, progress: ProgressReporter
-    ) -> None:
+    def _side_by_side(self, work: Work, chunks: Sequence[Chunk], shape: ContextShape, slots: int) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(max_workers=self._slots(), thread_name_prefix="llama-slot")
         # Every thread of the budget computes: the first slots take the rest of the division.
@@ -284,7 +264,7 @@ class LlamaModel(Model):
         def run(chunk: Chunk) -> None:
             number, threads = free.get()
             try:
-                self._one(chunk, shape, number, threads, compute, progress)
+                self._one(work, chunk, shape, number, threads)
             finally:
                 free.put((number, threads))
 
@@ -297,16 +277,9 @@ class LlamaModel(Model):
             if not future.cancelled():
                 future.result()
 
-    def _one(
-        self,
-        chunk: Chunk,
-        shape: ContextShape,
-        slot: int,
-        threads: int,
-        compute: Compute,
-        progress: ProgressReporter,
-    ) -> None:
+    def _one(self, work: Work, chunk: Chunk, shape: ContextShape, slot: int, threads: int) -> None:
         context = self._contexts.get(shape, slot=slot, threads=threads)
+        rows = inputs.gather(work.batch, chunk.rows)
         layers = max(1, self._native.n_layer)
         reported = 0
 
@@ -314,18 +287,20 @@ class LlamaModel(Model):
             nonlocal reported
             if reported < layers - 1:  # the last one is reported with the chunk, once it is pooled
                 reported += 1
-                progress.advance()
+                work.progress.advance()
 
         context.on_layer = on_layer
         try:
-            compute(context, chunk)
+            context.clear(data=True)
+            context.run_rows(rows.input_ids, rows.cu_seqlens)
+            work.out[list(chunk.rows)] = work.read(context, rows)
         except EngineError as exc:
             if exc.code is not ErrorCode.INVALID_REQUEST:  # a refused batch leaves the context as it was
                 self._contexts.drop(shape, slot)
             raise
         finally:
             context.on_layer = None
-        progress.advance(layers - reported)
+        work.progress.advance(layers - reported)
 
     # --- shapes ------------------------------------------------------------------------------------------------------
 

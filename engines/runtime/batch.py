@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 
+from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason
 
 if TYPE_CHECKING:
@@ -61,3 +62,25 @@ class Generation(Struct, frozen=True):
     n_gen: int
     finish_reason: FinishReason
     generated_token_ids: tuple[int, ...] = ()
+
+
+def check_lengths(batch: TokenBatch, *, limit: int, what: str) -> None:
+    """Raise ``invalid_request`` for a row of more than *limit* tokens; empty ones were refused on arrival."""
+    lengths = batch.lengths
+    row = int(lengths.argmax())
+    if lengths[row] > limit:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"sequence_too_long: {what} {row} has {lengths[row]} tokens, at most {limit}"
+        )
+
+
+def check_vocabulary(ids: IntArray, size: int) -> None:
+    """Raise ``invalid_request`` unless every id is below *size*; negative ones were refused on arrival.
+
+    A table would be read beyond its end, or clamp the id and silently embed another token.
+    """
+    if (high := int(ids.max())) >= size:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"token id {high} is outside the vocabulary of {size}: use the bundle's tokenizer",
+        )

@@ -7,8 +7,8 @@ grows.
 """
 
 from synapse_host.bulk.corpus import Corpus
-from synapse_host.bulk.embedding import Policy, embed_file
-from synapse_host.bulk.entries import Chunking
+from synapse_host.bulk.embedding import embed_file
+from synapse_host.bulk.entries import Chunking, Policy
 from synapse_host.bulk.reranking import rerank_file
 
 __all__ = ["Chunking", "Corpus", "Policy", "embed_file", "rerank_file"]

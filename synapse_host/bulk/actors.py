@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import to_builtins
 
 from synapse_host.bulk import parts
-from synapse_host.bulk.embedding import Job, Policy, described
+from synapse_host.bulk.embedding import Job, described
+from synapse_host.bulk.entries import Policy
 from synapse_host.bulk.output import Left
 from synapse_host.bulk.parts import Block
 from synapse_host.config import HostConfig

@@ -24,15 +24,17 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, Final
 
 from synapse_host.bulk import parts
 from synapse_host.bulk.actors import AGAIN, Embedder, PartWriter, check_same
-from synapse_host.bulk.embedding import Display, Policy
+from synapse_host.bulk.embedding import Display
+from synapse_host.bulk.entries import Policy
 from synapse_host.bulk.parts import Block
 from synapse_host.errors import BackendMissing, EngineCrashed, InvalidRequest, SynapseError, revive
 from synapse_host.placement import places
@@ -153,15 +155,10 @@ def _placement(ray: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
     def ask() -> dict[str, Any]:
         try:
-            embedder = Embedder(**arguments)
+            with closing(Embedder(**arguments)) as embedder:
+                return embedder.facts()
         except SynapseError as exc:
             return {"error": exc.to_dict()}
-        try:
-            return embedder.facts()
-        except SynapseError as exc:
-            return {"error": exc.to_dict()}
-        finally:
-            embedder.close()
 
     # Where there are GPUs the machine that has one is asked: the head of such a cluster has none.
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
@@ -176,20 +173,17 @@ def _with_lines(ray: Any, source: str, blocks: list[Block], todo: list[Block]) -
     cut = {block.file for block in todo if block.suffix in parts.LINE_FILES and block.first}
     counted = [block for block in blocks if block.file in cut]
 
-    def count(row: dict[str, Any]) -> dict[str, Any]:
+    def count(block: Block) -> int:
         files, _ = parts.filesystem(parts.base_of(source))
-        return {"at": row["at"], "lines": parts.count_lines(files, Block(**json.loads(row["block"])))}
+        return parts.count_lines(files, block)
 
-    lines: dict[int, int] = {}
-    if counted:
-        items = [{"at": at, "block": json.dumps(asdict(block))} for at, block in enumerate(counted)]
-        lines = {row["at"]: row["lines"] for row in ray.data.from_items(items).map(count).iter_rows()}
-    before: dict[tuple[str, int], int] = {}
-    totals: dict[str, int] = {}
-    for at, block in enumerate(counted):
-        before[block.file, block.first] = totals.get(block.file, 0)
-        totals[block.file] = before[block.file, block.first] + lines[at]
-    return [json.dumps({"block": asdict(block), "before": before.get((block.file, block.first), 0)}) for block in todo]
+    counting = ray.remote(count)
+    before: dict[Block, int] = {}
+    totals: Counter[str] = Counter()
+    for block, lines in zip(counted, ray.get([counting.remote(block) for block in counted]), strict=True):
+        before[block] = totals[block.file]
+        totals[block.file] += lines
+    return [json.dumps({"block": asdict(block), "before": before.get(block, 0)}) for block in todo]
 
 
 def _run(ray: Any, placed: dict[str, Any], blocks: list[str], writer: tuple[Any, ...], display: Display | None) -> None:

@@ -18,13 +18,16 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final, Protocol, TypeAlias
+from typing import Annotated, Any, BinaryIO, Final, Protocol, TypeAlias
 
-from synapse_host.errors import BackendMissing, InvalidRequest, SynapseError
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-OnBad: TypeAlias = Callable[[SynapseError], None] | None
+from synapse_host.errors import BackendMissing, InvalidRequest
+
+OnBad: TypeAlias = Callable[[InvalidRequest], None] | None
 """Gets the error of a line that can't be read, which is left out then; None: the error is raised."""
 
 MAX_LINE: Final = 64 * 1024 * 1024
@@ -56,18 +59,34 @@ class Text:
     """A blank line of a file with a text on each line: it is one only where every line is to have a row."""
 
 
+class _Line(Struct, forbid_unknown_fields=True):
+    text: str
+    id: str | int | UnsetType = UNSET
+
+
+class Query(Struct, forbid_unknown_fields=True):
+    """One line of a reranking file."""
+
+    query: str
+    docs: Annotated[list[str], Meta(min_length=1)]
+    id: str | int | UnsetType = UNSET
+
+
+_TEXT: Final = msgspec.json.Decoder(str | _Line)
+_QUERY: Final = msgspec.json.Decoder(Query)
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Texts that can be read more than once: of files, or at hand.
+    """Texts that can be read more than once: of files, or at hand. ``column``: which one of a table holds the text.
 
-    ``column``: which column of a table holds the text. ``on_bad``: called with the error of a line that can't be read;
-    it may raise it, else the line is left out.
+    ``bad``: the errors of those that could be read only once, and weren't texts.
     """
 
     files: tuple[str, ...] = ()
     texts: tuple[Text, ...] = ()
     column: str = "text"
-    on_bad: OnBad = field(default=None, compare=False)
+    bad: tuple[InvalidRequest, ...] = ()
 
     @classmethod
     def of(cls, source: str | Path | Iterable[str], *, column: str = "text") -> Corpus:
@@ -90,21 +109,23 @@ class Corpus:
         corpus = cls(files=(str(source),), column=column)
         if str(source) != "-" and path.is_file():
             return corpus
-        return cls(texts=tuple(corpus), column=column)
-
-    @property
-    def name(self) -> str | None:
-        """The file that errors name; None for texts at hand and for several files."""
-        return self.files[0] if len(self.files) == 1 else None
+        bad: list[InvalidRequest] = []
+        return cls(texts=tuple(corpus.read(bad.append)), column=column, bad=tuple(bad))
 
     def __iter__(self) -> Iterator[Text]:
-        """Iterate over the texts. InvalidRequest {file, line} where one can't be read, unless ``on_bad`` takes it."""
+        """Iterate over the texts. InvalidRequest {file, line} where one can't be read."""
+        return self.read()
+
+    def read(self, on_bad: OnBad = None) -> Iterator[Text]:
+        """Iterate over the texts. *on_bad* gets the error of one that can't be read, and may raise it."""
+        for error in self.bad:
+            refuse(error, on_bad)
         yield from self.texts
         for name in self.files:
             # Names and ids are written as UTF-8, and a file's name may be other bytes.
             shown = "stdin" if name == "-" else name.encode("utf-8", "backslashreplace").decode()
             with opened(name) as file:
-                yield from read(file, shown, self.column, self.on_bad)
+                yield from read(file, shown, self.column, on_bad)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that is read: what tells a changed corpus from the one of an earlier run."""
@@ -140,33 +161,33 @@ def read(file: Lines, name: str, column: str, on_bad: OnBad = None, *, before: i
         yield from _TABLES[suffix](file, name, column, on_bad)
         return
     kind = suffix if suffix in (".jsonl", ".txt") else ""
-    for number, line in lines(file, name, on_bad, before=before, blank=kind != ".jsonl"):
+    for number, line in _lines(file, name, on_bad, before=before):
+        where = f"{name}:{number}"
         if not line.strip():
             if kind != ".jsonl":
-                yield Text("", f"{name}:{number}", f"{name}:{number}", blank=True)
+                yield Text("", where, where, blank=True)
             continue
         if not kind:
             if suffix == ".json" and line.lstrip().startswith("["):
                 # Its lines read as texts would have vectors of brackets and quotes.
                 raise _bad(name, number, "a JSON array isn't read; write one value a line, as .jsonl")
             kind = ".jsonl" if line.lstrip().startswith("{") or _is_json_string(line) else ".txt"
-        where = f"{name}:{number}"
         if kind == ".txt":
-            yield Text(line, where, where)
+            yield Text(line.rstrip("\r\n"), where, where)
             continue
         try:
-            yield _json_text(line, name, number)
+            value = _value(line, _TEXT, 'a JSON string or {"id"?, "text"}', name, number)
         except InvalidRequest as exc:
             refuse(exc, on_bad, exc.__cause__)
+        else:
+            if isinstance(value, str):
+                yield Text(value, where, where)
+            else:
+                yield Text(value.text, where if value.id is UNSET else str(value.id), where, value.id is not UNSET)
 
 
-def lines(
-    file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0, blank: bool = False
-) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end), without *blank* only where it holds something.
-
-    InvalidRequest for a line that isn't text.
-    """
+def _lines(file: Lines, name: str, on_bad: OnBad = None, *, before: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, line with its end). InvalidRequest for a line that isn't text."""
     number = before
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -174,67 +195,34 @@ def lines(
             raise _bad(name, number, f"longer than {MAX_LINE} bytes")
         try:
             # A mark at the beginning of a file is none of its text.
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as exc:
             refuse(_bad(name, number, "not UTF-8 text"), on_bad, exc)
-            continue
-        if blank or text.strip():
-            yield number, text
 
 
-def values(file: Lines, name: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of JSON lines. InvalidRequest {file, line}."""
-    for number, line in lines(file, name):
-        yield number, _json(line, name, number)
+def queries(file: Lines, name: str) -> Iterator[tuple[int, Query]]:
+    """Yield (line number, query) of a reranking file. InvalidRequest {file, line}."""
+    for number, line in _lines(file, name):
+        if line.strip():
+            yield number, _value(line, _QUERY, '{"query": text, "docs": [text, …]}', name, number)
 
 
-def _json(line: str, name: str, number: int) -> Any:
+def _value(line: str, decoder: msgspec.json.Decoder[Any], must: str, name: str, number: int) -> Any:
+    """Return what one line of JSON holds, which is called *must*."""
     try:
-        value = json.loads(line)
-        if "\\u" in line:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text, and can't be written
-        return value
-    except ValueError as exc:
+        return decoder.decode(line)
+    except msgspec.ValidationError as exc:
+        raise _bad(name, number, f"must be {must}: {exc}") from exc
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise _bad(name, number, f"not valid JSON: {exc}") from exc
-    except RecursionError as exc:
-        raise _bad(name, number, "nested too deep") from exc
-
-
-def query_of(value: Any, name: str, number: int) -> tuple[str, list[str], str | None]:
-    """Return query, documents and id of one line of a reranking file: ``{"id"?, "query", "docs"}``."""
-    if (
-        isinstance(value, dict)
-        and set(value) - {"id"} == {"query", "docs"}
-        and isinstance(value["query"], str)
-        and isinstance(value["docs"], list)
-        and value["docs"]
-        and all(isinstance(doc, str) for doc in value["docs"])
-        and type(value.get("id", "")) in (str, int)
-    ):
-        return value["query"], value["docs"], str(value["id"]) if "id" in value else None
-    raise _bad(name, number, 'must be {"query": text, "docs": [text, …]}')
-
-
-def _json_text(line: str, name: str, number: int) -> Text:
-    where = f"{name}:{number}"
-    value = _json(line, name, number)
-    if isinstance(value, str):
-        return Text(value, where, where)
-    if (
-        isinstance(value, dict)
-        and isinstance(value.get("text"), str)
-        and set(value) <= {"id", "text"}
-        and type(value.get("id", "")) in (str, int)
-    ):
-        return Text(value["text"], str(value.get("id", where)), where, "id" in value)
-    raise _bad(name, number, 'must be a JSON string or {"id"?, "text"}')
 
 
 def _is_json_string(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), str)
-    except (ValueError, RecursionError):
+        msgspec.json.decode(line, type=str)
+    except msgspec.DecodeError:
         return False
+    return True
 
 
 def _md(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
@@ -259,8 +247,8 @@ def whole(file: Any, name: str) -> str:
 
 def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
     csv.field_size_limit(MAX_LINE)
-    # Blank lines within quotes belong to the text, so this is no place for lines().
-    table = csv.reader(_csv_lines(file, name), strict=True)
+    # Blank lines within quotes belong to the text, so they aren't left out.
+    table = csv.reader((line for _, line in _lines(file, name)), strict=True)
     try:
         head = next(table, [])
         at = _column(name, head, column)
@@ -275,22 +263,6 @@ def _csv(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
             yield Text(row[at], where if id_at is None else row[id_at], where, id_at is not None)
     except csv.Error as exc:
         raise _bad(name, table.line_num, f"not valid CSV: {exc}") from exc
-
-
-def _csv_lines(file: Lines, name: str) -> Iterator[str]:
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
-        if len(line) > MAX_LINE:
-            raise _bad(name, number, f"longer than {MAX_LINE} bytes")
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as exc:
-            raise _bad(name, number, "not UTF-8 text") from exc
-
-
-def _parquet(file: Any, name: str, column: str, on_bad: OnBad) -> Iterator[Text]:
-    yield from table_rows(file, name, column, on_bad)
 
 
 def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range | None = None) -> Iterator[Text]:
@@ -320,24 +292,6 @@ def table_rows(file: Any, name: str, column: str, on_bad: OnBad, groups: range |
         raise InvalidRequest(f"{name}: can't be read as parquet: {exc}", details={"file": name}) from exc
 
 
-def vector_schema(dims: int) -> Any:
-    """Return the columns of a table of vectors: ``id``, ``vector`` (float32, *dims* of them), ``truncated``."""
-    arrow, _ = arrow_modules()
-    vector = arrow.list_(arrow.float32(), dims)
-    return arrow.schema([("id", arrow.string()), ("vector", vector), ("truncated", arrow.bool_())])
-
-
-def vector_table(schema: Any, ids: list[str], vectors: Any, truncated: Iterable[bool]) -> Any:
-    """Return rows of :func:`vector_schema`; *vectors*: float32 (len(ids), dims)."""
-    arrow, _ = arrow_modules()
-    columns = [
-        arrow.array(ids, arrow.string()),
-        arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), vectors.shape[1]),
-        arrow.array(list(truncated), arrow.bool_()),
-    ]
-    return arrow.Table.from_arrays(columns, schema=schema)
-
-
 def arrow_modules() -> tuple[Any, Any]:
     """Return ``pyarrow`` and ``pyarrow.parquet``. BackendMissing says what to install."""
     try:
@@ -351,7 +305,7 @@ def arrow_modules() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-_TABLES: Final = {".csv": _csv, ".parquet": _parquet, ".md": _md}
+_TABLES: Final = {".csv": _csv, ".parquet": table_rows, ".md": _md}
 
 
 def _column(name: str, head: list[str], column: str) -> int:

@@ -14,32 +14,29 @@ skipped. With ``x.parquet`` one table has all but the errors: columns ``id``, ``
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import AbstractContextManager, aclosing, closing, nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
-
-from msgspec import structs
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engines.bundle.manifest import Bundle
 from synapse_host.bulk import output
-from synapse_host.bulk.corpus import Corpus, OnBad, Text, arrow_modules, vector_schema, vector_table
-from synapse_host.bulk.entries import Chunking, Empty, entries
-from synapse_host.bulk.output import Left
+from synapse_host.bulk.corpus import Corpus, Text, arrow_modules
+from synapse_host.bulk.entries import Policy
+from synapse_host.bulk.output import Growing, Left
+from synapse_host.bulk.parts import VectorTable
 from synapse_host.errors import InvalidRequest, SequenceTooLong, SynapseError
 from synapse_host.text.background import beside
-from synapse_host.text.tokenizer import TextTokenizer
-from synapse_host.text.validate import absolute, prompt_text, width
+from synapse_host.text.validate import absolute, width
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from synapse_host.host import Host
     from synapse_host.results import FloatArray
 
@@ -51,8 +48,6 @@ PARQUET_GROUP: Final = 65_536
 MAX_SKIPPED: Final = 10_000
 """Texts that a run leaves out before it takes the corpus for the wrong file."""
 
-OnError: TypeAlias = Literal["stop", "skip"]
-
 
 class Display(Protocol):
     """Where a run shows how far it is; the command's console is one."""
@@ -62,43 +57,6 @@ class Display(Protocol):
 
     def bar(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """Show a bar until the block ends; the block's value adds finished rows to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad, put behind a prompt.
-
-    ``prompt`` and ``dimensions``: as :meth:`synapse_host.host.Host.embed`.
-    """
-
-    truncate: bool = False
-    empty: Empty = "error"
-    on_error: OnError = "stop"
-    chunking: Chunking | None = None
-    prompt: str | None = None
-    dimensions: int | None = None
-
-    def tokenizer(self, bundle: Bundle, model: str) -> TextTokenizer | None:
-        """Return what cuts chunks for a model, None where none are cut. InvalidRequest for one it can't follow."""
-        prompt_text(bundle.manifest, self.prompt)
-        if self.chunking is None:
-            return None
-        tokenizer = TextTokenizer(bundle, model=model)
-        self.chunking.check(tokenizer, self.prompt)
-        return tokenizer
-
-    def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad) -> Iterator[Text]:
-        """Iterate over the entries of *texts*; see :func:`synapse_host.bulk.entries.entries`."""
-        cut: dict[str, Any] = {"chunking": self.chunking, "tokenizer": tokenizer, "prompt": self.prompt}
-        return entries(texts, empty=self.empty, on_bad=on_bad, **cut)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what of it shapes the rows, for records and for who reads the corpus again."""
-        cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
-        policy = {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
-        # A key that older records don't have: without it a run still goes on from one of theirs.
-        short = {} if self.dimensions is None else {"dimensions": self.dimensions}
-        return policy | {"prompt": self.prompt} | short
 
 
 @dataclass(slots=True)
@@ -139,38 +97,54 @@ async def embed_file(
     until = absolute(deadline)
     assignment = host.lane_of(model, lane)
     assignment.require()
+    dims = width(assignment.bundle.manifest, policy.dimensions)
     reader = Reader(corpus, policy, assignment.bundle, model)
     with output.alone(out):
         file = output.place(out, corpus.files)
         if file.suffix == ".parquet":
             arrow_modules()
         count, digest, bad = await beside(reader.survey)
-        shape = (count, width(assignment.bundle.manifest, policy.dimensions))
         key = {**output.key_of(assignment, digest, count), **policy.facts()}
-        growing = Growing(file, key, shape, display.note if display else None)
-        started, first = time.monotonic(), growing.done
-        job = Job(host, model, lane, until, policy)
-        bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
-        async with aclosing(job.blocks(reader.read(growing.read))) as blocks:
-            with bar as advance:
-                advance(growing.read)
-                await growing.fill(blocks, advance, corpus.name)
-        elapsed = max(time.monotonic() - started, 1e-9)
-        facts = {"model": model, "dims": shape[1], "n": growing.done, **_origin(corpus, key)}
-        errors = [*bad, *growing.skipped]
-        with output.writing(out):
-            facts["left_out"] = [one.entry for one in growing.skipped]
-            await beside(lambda: growing.finish(reader, facts, errors))
+        source = corpus.files[0] if len(corpus.files) == 1 else "the corpus"
+        with Growing(file, key, source, head=_head(count, dims), width=4 * dims) as growing:
+            started, first = time.monotonic(), growing.record
+            if first.read and display:
+                display.note(f"going on at text {first.read} of {count}")
+            bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
+            tokens = 0
+            job = Job(host, model, lane, until, policy)
+            async with aclosing(job.blocks(reader.read(first.read))) as blocks:
+                with bar as advance:
+                    advance(first.read)
+                    async for block in blocks:
+                        growing.append(
+                            block.joined().data,
+                            rows=len(block.kept),
+                            read=block.read,
+                            truncated=block.truncated,
+                            skipped=block.skipped,
+                        )
+                        tokens += block.tokens
+                        if block.skipped:
+                            _check_skipped(len(growing.record.skipped), block.skipped[-1].message)
+                        advance(block.read)
+            elapsed = max(time.monotonic() - started, 1e-9)
+            record = growing.record
+            facts = {"model": model, "dims": dims, "n": record.rows_done, **_origin(corpus, key)}
+            facts["left_out"] = [one.entry for one in record.skipped]
+            growing.whole(_head(record.rows_done, dims))
+            with output.writing(out):
+                await beside(lambda: _finish(growing, reader, facts, bad))
     return {
         **output.maker(assignment),
-        "dims": shape[1],
-        "n": growing.done,
+        "dims": dims,
+        "n": record.rows_done,
         "out": str(out),
-        "resumed_at": first,
-        "truncated": growing.truncated,
-        "skipped": len(errors),
-        "texts_per_s": (growing.done - first) / elapsed,
-        "tokens_per_s": growing.tokens / elapsed,
+        "resumed_at": first.rows_done,
+        "truncated": record.truncated,
+        "skipped": len(bad) + len(record.skipped),
+        "texts_per_s": (record.rows_done - first.rows_done) / elapsed,
+        "tokens_per_s": tokens / elapsed,
     }
 
 
@@ -178,6 +152,15 @@ def _origin(corpus: Corpus, key: dict[str, Any]) -> dict[str, Any]:
     """Return what of a run's key and corpus a reader of the result needs."""
     files = [os.path.abspath(name) for name in corpus.files]  # noqa: PTH100 - links stay as they are
     return {"files": files, "column": corpus.column, **key}
+
+
+def _head(rows: int, dims: int) -> bytes:
+    """Return how a .npy file of so many rows begins; numpy pads it so that any number of them has one length."""
+    import numpy as np
+
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (rows, dims)})
+    return head.getvalue()
 
 
 class Reader:
@@ -192,8 +175,12 @@ class Reader:
         """Iterate over the entries from number *first* on. *on_bad* gets the error of each text that is left out."""
         if self._policy.on_error == "skip":
             on_bad = on_bad or (lambda error: None)
-        corpus = replace(self.corpus, on_bad=on_bad)
-        return islice(self._policy.entries(corpus, self._tokenizer, on_bad), first, None)
+        texts = self.corpus.read(on_bad)
+        return islice(self._policy.entries(texts, self._tokenizer, on_bad), first, None)
+
+    def kept(self, left_out: Collection[int]) -> Iterator[Text]:
+        """Iterate over the entries that have a row: all but those of the numbers *left_out*."""
+        return (text for number, text in enumerate(self.read()) if number not in left_out)
 
     def survey(self) -> tuple[int, str, list[Left]]:
         """Return how many entries there are, the corpus's digest, and what is left out."""
@@ -201,7 +188,7 @@ class Reader:
 
         def note(error: SynapseError) -> None:
             bad.append(described(error))
-            _check_skipped(len(bad), error)
+            _check_skipped(len(bad), error.message)
 
         skip = self._policy.on_error == "skip"
         count = sum(1 for _ in self.read(on_bad=note if skip else None))
@@ -214,10 +201,10 @@ def described(error: SynapseError, entry: int = 0) -> Left:
     return Left(where, error.code, error.message, entry)
 
 
-def _check_skipped(count: int, error: SynapseError) -> None:
+def _check_skipped(count: int, last: str) -> None:
     if count > MAX_SKIPPED:
         raise InvalidRequest(
-            f"more than {MAX_SKIPPED} texts can't be embedded: is this the right file? The last: {error.message}"
+            f"more than {MAX_SKIPPED} texts can't be embedded: is this the right file? The last: {last}"
         )
 
 
@@ -298,102 +285,44 @@ def _sent(texts: list[Text]) -> list[int]:
     return [at for at, text in enumerate(texts) if text.text.strip()]
 
 
-class Growing:
-    """A result while it grows, and how much of it is good."""
+def _finish(growing: Growing, reader: Reader, facts: dict[str, Any], bad: list[Left]) -> None:
+    """Write what belongs beside the rows and give the result its name. OSError."""
+    file, left_out = growing.out, set(facts["left_out"])
+    errors = [*bad, *growing.record.skipped]
+    with output.replacing_lines(beside_of(file, "errors.jsonl"), (one.line() for one in errors)):
+        if file.suffix == ".parquet":
+            _write_table(growing, reader.kept(left_out), facts)
+            growing.path.unlink()
+        else:
+            _rename(growing.path, file, _ids(reader.kept(left_out), several=len(reader.corpus.files) > 1), facts)
+    output.progress_path(file).unlink(missing_ok=True)
 
-    def __init__(
-        self, file: Path, key: dict[str, Any], shape: tuple[int, int], note: Callable[[str], None] | None
-    ) -> None:
-        self._file = file
-        self._key = key
-        self._shape = shape
-        self._array: np.memmap[Any, np.dtype[np.float32]] | None = None
-        record = output.good_rows(file, key, shape) or output.Rows()
-        self.done, self.read = record.rows_done, record.read
-        self.truncated, self.skipped = record.truncated, record.skipped
-        self.tokens = 0
-        if self.read and note:
-            note(f"going on at text {self.read} of {shape[0]}")
 
-    async def fill(self, blocks: AsyncIterator[Block], advance: Callable[[int], None], source: str | None) -> None:
-        """Write *blocks*, noting each in the record. InvalidRequest where they aren't the texts that were counted."""
-        try:
-            async for block in blocks:
-                if self.read + block.read > self._shape[0]:
-                    raise InvalidRequest(f"{source} grew while it was read", details={"file": source})
-                with output.writing(self._file):
-                    self._write(block)
-                advance(block.read)
-            if self.read != self._shape[0]:
-                raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
-        except BaseException:
-            if self._array is not None and not self.done:
-                # No row of it is good: nothing is left to resume.
-                output.partial_path(self._file).unlink(missing_ok=True)
-            raise
+def _rename(partial: Path, file: Path, ids: Iterator[str], facts: dict[str, Any]) -> None:
+    """Give rows, ids and what is said of them their names, over an older result's.
 
-    def _write(self, block: Block) -> None:
-        if self._array is None:
-            # Not before there is something to write: a run that fails at once leaves older rows alone.
-            self._array = output.rows_file(self._file, self._shape, resumed=self.done > 0)
-        done = self.done
-        for vectors in block.vectors:
-            self._array[done : done + len(vectors)] = vectors
-            done += len(vectors)
-        self.truncated += [self.done + row for row in block.truncated]
-        self.skipped += [structs.replace(one, entry=self.read + one.entry) for one in block.skipped]
-        if block.skipped:
-            _check_skipped(len(self.skipped), InvalidRequest(block.skipped[-1].message))
-        self._array.flush()
-        record = output.Rows(done, self.read + block.read, self.truncated, self.skipped)
-        output.write_record(self._file, self._key, record)
-        self.done, self.read = done, self.read + block.read
-        self.tokens += block.tokens
+    All are written before anything is renamed. Without its meta.json a result is no index, so the old one goes
+    first and the new one comes last: a run that is killed in between leaves nothing that reads as one result.
+    """
+    about = beside_of(file, "meta.json")
+    with output.replacing(about) as meta:
+        meta.write(json.dumps(facts).encode())
+        with output.replacing_lines(beside_of(file, "ids.txt"), ids):
+            about.unlink(missing_ok=True)
+            os.replace(partial, file)  # noqa: PTH105
 
-    def finish(self, reader: Reader, facts: dict[str, Any], errors: list[Left]) -> None:
-        """Write what belongs beside the rows and give the result its name. OSError."""
-        file, partial = self._file, output.partial_path(self._file)
-        if self._array is None:  # an earlier run wrote the last row, or there is none to write
-            self._array = output.rows_file(file, self._shape, resumed=self.read > 0)
-        skipped = {one.entry for one in self.skipped}
-        kept = (text for number, text in enumerate(reader.read()) if number not in skipped)
-        with output.replacing_lines(beside_of(file, "errors.jsonl"), (one.line() for one in errors)):
-            if file.suffix == ".parquet":
-                self._parquet(kept, facts)
-                self._array = None
-                partial.unlink()
-            else:
-                self._array = None  # Windows renames no file that is mapped
-                self._rename(_ids(kept, several=len(reader.corpus.files) > 1), facts)
-        output.progress_path(file).unlink(missing_ok=True)
 
-    def _rename(self, ids: Iterator[str], facts: dict[str, Any]) -> None:
-        """Give rows, ids and what is said of them their names, over an older result's.
+def _write_table(growing: Growing, kept: Iterator[Text], facts: dict[str, Any]) -> None:
+    import numpy as np
 
-        All are written before anything is renamed. Without its meta.json a result is no index, so the old one goes
-        first and the new one comes last: a run that is killed in between leaves nothing that reads as one result.
-        """
-        file = self._file
-        if self.done < self._shape[0]:
-            output.shorten(file, (self.done, self._shape[1]))
-        about = beside_of(file, "meta.json")
-        with output.replacing(about) as meta:
-            meta.write(json.dumps(facts).encode())
-            with output.replacing_lines(beside_of(file, "ids.txt"), ids):
-                about.unlink(missing_ok=True)
-                os.replace(output.partial_path(file), file)  # noqa: PTH105
-
-    def _parquet(self, kept: Iterator[Text], facts: dict[str, Any]) -> None:
-        _, parquet = arrow_modules()
-        assert self._array is not None
-        cut = set(self.truncated)
-        schema = vector_schema(self._shape[1]).with_metadata({"synapse": json.dumps(facts)})
-        with output.replacing(self._file) as place, parquet.ParquetWriter(place, schema) as writer:
-            for first in range(0, self.done, PARQUET_GROUP):
-                rows = range(first, min(self.done, first + PARQUET_GROUP))
-                ids = [text.id for text in islice(kept, len(rows))]
-                vectors = self._array[first : rows.stop]
-                writer.write_table(vector_table(schema, ids, vectors, (row in cut for row in rows)))
+    dims, done = facts["dims"], growing.record.rows_done
+    with output.replacing(growing.out) as sink, closing(VectorTable(sink, dims)) as table:
+        for first in range(0, done, PARQUET_GROUP):
+            rows = range(first, min(done, first + PARQUET_GROUP))
+            ids = [text.id for text in islice(kept, len(rows))]
+            vectors = np.lib.format.open_memmap(growing.path, mode="r")[first : rows.stop]
+            table.write(ids, vectors, [row - first for row in growing.record.truncated if row in rows])
+        table.end(facts)
 
 
 def beside_of(file: Path, what: str) -> Path:

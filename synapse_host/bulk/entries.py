@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from engines.bundle.manifest import Bundle
 from synapse_host.bulk.corpus import OnBad, Text, refuse
 from synapse_host.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from synapse_host.text.tokenizer import TextTokenizer
+from synapse_host.text.tokenizer import TextTokenizer
+from synapse_host.text.validate import prompt_text
 
 Empty: TypeAlias = Literal["error", "skip", "zero"]
 """What becomes of an empty text: an error, nothing, or a row of zeros."""
+OnError: TypeAlias = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +48,60 @@ class Chunking:
             )
 
 
-def entries(
-    texts: Iterable[Text],
-    *,
-    empty: Empty = "error",
-    chunking: Chunking | None = None,
-    tokenizer: TextTokenizer | None = None,
-    prompt: str | None = None,
-    on_bad: OnBad = None,
-) -> Iterator[Text]:
-    """Iterate over the entries of *texts*; chunk *n* of the text ``id`` has the id ``id#n``.
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of each text: cut where too long, cut into chunks, left out where empty or bad, put behind a prompt.
 
-    Raises as the corpus, and InvalidRequest {where} for an empty text under ``error``, unless *on_bad* takes it.
+    ``prompt`` and ``dimensions``: as :meth:`synapse_host.host.Host.embed`.
     """
-    for text in texts:
-        if not text.text.strip():
-            if empty == "zero":
+
+    truncate: bool = False
+    empty: Empty = "error"
+    on_error: OnError = "stop"
+    chunking: Chunking | None = None
+    prompt: str | None = None
+    dimensions: int | None = None
+
+    def tokenizer(self, bundle: Bundle, model: str) -> TextTokenizer | None:
+        """Return what cuts chunks for a model, None where none are cut. InvalidRequest for one it can't follow."""
+        prompt_text(bundle.manifest, self.prompt)
+        if self.chunking is None:
+            return None
+        tokenizer = TextTokenizer(bundle, model=model)
+        self.chunking.check(tokenizer, self.prompt)
+        return tokenizer
+
+    def entries(self, texts: Iterable[Text], tokenizer: TextTokenizer | None, on_bad: OnBad = None) -> Iterator[Text]:
+        """Iterate over the entries of *texts*; chunk *n* of the text ``id`` has the id ``id#n``.
+
+        Raises as the corpus, and InvalidRequest {where} for an empty text under ``error``, unless *on_bad* takes it.
+        """
+        for text in texts:
+            if not text.text.strip():
+                if self.empty == "zero":
+                    yield text
+                elif self.empty == "error" and not text.blank:
+                    error = InvalidRequest(
+                        f"{text.where}: the text is empty.",
+                        details={"where": text.where},
+                        advice={
+                            "python": 'Leave it out, or pass Policy(empty="skip") or Policy(empty="zero").',
+                            "command": "Leave it out, or pass --empty skip or --empty zero.",
+                        },
+                    )
+                    refuse(error, on_bad)
+            elif self.chunking is None or tokenizer is None:
                 yield text
-            elif empty == "error" and not text.blank:
-                error = InvalidRequest(
-                    f"{text.where}: the text is empty.",
-                    details={"where": text.where},
-                    advice={
-                        "python": 'Leave it out, or pass Policy(empty="skip") or Policy(empty="zero").',
-                        "command": "Leave it out, or pass --empty skip or --empty zero.",
-                    },
-                )
-                refuse(error, on_bad)
-        elif chunking is None or tokenizer is None:
-            yield text
-        else:
-            pieces = tokenizer.pieces(text.text, chunking.tokens, chunking.overlap, prompt)
-            for number, piece in enumerate(pieces):
-                yield replace(text, text=piece, id=f"{text.id}#{number}", where=f"{text.where}#{number}", named=True)
+            else:
+                pieces = tokenizer.pieces(text.text, self.chunking.tokens, self.chunking.overlap, self.prompt)
+                for number, piece in enumerate(pieces):
+                    name, where = f"{text.id}#{number}", f"{text.where}#{number}"
+                    yield replace(text, text=piece, id=name, where=where, named=True)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what of it shapes the rows, for records and for who reads the corpus again."""
+        cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
+        policy = {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
+        # A key that older records don't have: without it a run still goes on from one of theirs.
+        short = {} if self.dimensions is None else {"dimensions": self.dimensions}
+        return policy | {"prompt": self.prompt} | short

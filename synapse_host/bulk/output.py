@@ -7,29 +7,24 @@ its lock keeps a second run away.
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, Self
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct, structs
 
 from synapse_host.errors import InvalidRequest, of_os
 from synapse_host.locks import lock_exclusive
 from synapse_host.worker.runtime_dir import holder
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from synapse_host.placement.assignment import Assignment
 
-
-R = TypeVar("R")
 BESIDE: Final = ("partial", "progress.json", "meta.json", "ids.txt", "errors.jsonl")
 """What a run writes beside its result."""
 
@@ -47,23 +42,120 @@ class Left(Struct):
         return json.dumps({"where": self.where, "code": self.code, "message": self.message})
 
 
-class Rows(Struct):
-    """How far a file of vectors is: *rows_done* good rows, made of the first *read* entries.
+class Record(Struct):
+    """How far a result is: *rows_done* good rows in its first *bytes* bytes, made of the first *read* entries.
 
     *truncated*: rows that were cut. *skipped*: entries that have none.
     """
 
     rows_done: int = 0
     read: int = 0
-    truncated: list[int] = field(default_factory=list)
-    skipped: list[Left] = field(default_factory=list)
-
-
-class Lines(Struct):
-    """How far a file of scores is: its good lines, and the bytes they take."""
-
-    rows_done: int = 0
     bytes: int = 0
+    truncated: list[int] = []
+    skipped: list[Left] = []
+
+
+class Growing:
+    """A result while it grows: ``<out>.partial``, and the record of how much of it is good. A context manager.
+
+    *key* is what a record and a run that goes on from it must have in common; ``key["rows"]`` counts the entries.
+    *source* is what errors call them. *head* and *width*: the bytes before the rows and of each one, where all have
+    the same number: such a file has its final size from the start. Nothing is written before the first row, so that a
+    run that fails at once leaves an older one's rows alone.
+    """
+
+    def __init__(self, out: Path, key: dict[str, Any], source: str, *, head: bytes = b"", width: int = 0) -> None:
+        self.out = out
+        self.path = out.with_name(out.name + ".partial")
+        self._key, self._source, self._head, self._width = key, source, head, width
+        self._file: IO[bytes] | None = None
+        self.record = self._noted() or Record()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            if kind is not None and not self.record.read:
+                self.path.unlink(missing_ok=True)  # no row of it is good: nothing is left to resume
+
+    def _noted(self) -> Record | None:
+        """Return what a run of the same key noted; None where there is nothing, or nothing to be trusted."""
+        try:
+            document = json.loads(progress_path(self.out).read_bytes())
+            record = msgspec.convert(document, Record)
+            size = 0 if self.path.is_symlink() else self.path.stat().st_size  # no run of ours makes a link
+        except (OSError, ValueError, MemoryError, RecursionError, msgspec.ValidationError):
+            return None
+        done = record.rows_done
+        good = (
+            all(document.get(name) == value for name, value in self._key.items())
+            and 0 <= done <= record.read <= self._key["rows"]
+            and record.read - done == len(record.skipped)
+            and 0 <= record.bytes <= size
+            and (not self._width or record.bytes == len(self._head) + self._width * done)
+            and all(0 <= row < done for row in record.truncated)
+        )
+        return record if good else None
+
+    def append(
+        self,
+        data: bytes | memoryview,
+        *,
+        rows: int = 1,
+        read: int = 1,
+        truncated: Sequence[int] = (),
+        skipped: Sequence[Left] = (),
+    ) -> None:
+        """Write the next *rows* rows, made of *read* entries. *truncated* and *skipped* count from the first of each.
+
+        InvalidRequest where there are more entries than were counted, or the file can't be written.
+        """
+        old = self.record
+        if old.read + read > self._key["rows"]:
+            raise InvalidRequest(f"{self._source} grew while it was read", details={"file": self._source})
+        with writing(self.out):
+            file = self._opened()
+            file.write(data)
+            file.flush()
+            if self._width:
+                os.fsync(file.fileno())  # its size doesn't say how much of it reached the disk
+            record = Record(
+                old.rows_done + rows,
+                old.read + read,
+                file.tell(),
+                old.truncated + [old.rows_done + row for row in truncated],
+                old.skipped + [structs.replace(one, entry=old.read + one.entry) for one in skipped],
+            )
+            with replacing(progress_path(self.out)) as note:
+                note.write(json.dumps({**self._key, **msgspec.to_builtins(record)}).encode())
+            self.record = record
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is not None:
+            return self._file
+        good = self.record.bytes
+        if not good:
+            progress_path(self.out).unlink(missing_ok=True)  # what it counts is gone now
+            self.path.unlink(missing_ok=True)
+        self._file = file = self.path.open("r+b" if good else "xb")
+        size = max(good, len(self._head) + self._width * self._key["rows"])
+        file.truncate(size)
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk without room for all of it is told now
+        file.write(self._head)
+        file.seek(max(good, len(self._head)))
+        return file
+
+    def whole(self, head: bytes = b"") -> None:
+        """End the file behind its last good row, with its final *head*. InvalidRequest where entries are missing."""
+        if self.record.read != self._key["rows"]:
+            raise InvalidRequest(f"{self._source} shrank while it was read", details={"file": self._source})
+        with writing(self.out), self._opened() as file:
+            file.truncate(max(self.record.bytes, len(head)))
+            file.seek(0)
+            file.write(head)
 
 
 def key_of(assignment: Assignment, digest: str, rows: int) -> dict[str, Any]:
@@ -170,132 +262,18 @@ def progress_path(out: Path) -> Path:
     return out.with_name(out.name + ".progress.json")
 
 
-def partial_path(out: Path) -> Path:
-    """Return where the rows of *out* lie until all are there."""
-    return out.with_name(out.name + ".partial")
-
-
-def reserve_blocks(out: Path) -> None:
-    """Give the file its blocks now: writing to a mapped hole of a full disk is SIGBUS, this is an OSError."""
-    with out.open("r+b") as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-                return
-            # macOS and Windows have no such call in Python: zeros after the header, which is there already.
-            start = file.seek(_header_bytes(out))
-            zeros = bytes(1 << 20)
-            for at in range(start, size, len(zeros)):
-                file.write(zeros[: size - at])
-        except OSError:
-            out.unlink(missing_ok=True)
-            raise
-
-
-def rows_file(out: Path, shape: tuple[int, int], *, resumed: bool) -> np.memmap[Any, np.dtype[np.float32]]:
-    """Map the partial file of *out* as float32 of *shape*: as it is where *resumed*, else anew, its blocks reserved.
-
-    Raises OSError; a file that can't be made isn't left.
-    """
-    import numpy as np
-
-    partial = partial_path(out)
-    if resumed:
-        return np.lib.format.open_memmap(partial, mode="r+")
-    progress_path(out).unlink(missing_ok=True)  # what it counts is gone now
-    partial.unlink(missing_ok=True)
-    try:
-        array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-        reserve_blocks(partial)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return array
-
-
-def shorten(out: Path, shape: tuple[int, int]) -> None:
-    """Cut the partial file of *out* to its first ``shape[0]`` rows: what was skipped has none."""
-    import numpy as np
-
-    partial = partial_path(out)
-    start = _header_bytes(partial)
-    head = io.BytesIO()
-    # numpy pads the head so that the number of rows can change in place.
-    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    if head.tell() != start:
-        raise InvalidRequest(f"{out}: the head of the file can't be rewritten in place", details={"file": str(out)})
-    with partial.open("r+b") as file:
-        file.write(head.getvalue())
-        file.truncate(start + 4 * shape[0] * shape[1])
-
-
-def record_of(out: Path, key: dict[str, Any], kind: type[R]) -> R | None:
-    """Return what a run of the same *key* noted about *out*; None where there is nothing, or nothing to be trusted."""
-    try:
-        document = json.loads(progress_path(out).read_bytes())
-        record = msgspec.convert(document, kind)
-    except (OSError, ValueError, MemoryError, RecursionError, msgspec.ValidationError):
-        return None
-    return record if all(document.get(name) == value for name, value in key.items()) else None
-
-
-def good_rows(out: Path, key: dict[str, Any], shape: tuple[int, int]) -> Rows | None:
-    """Return the record of a run of the same *key* that can be gone on from; None where there is none."""
-    import numpy as np
-
-    record = record_of(out, key, Rows)
-    if record is None:
-        return None
-    done, read = record.rows_done, record.read
-    if not (0 < done <= read <= shape[0] and read - done == len(record.skipped)):
-        return None
-    try:
-        if partial_path(out).is_symlink():
-            return None  # no run of ours makes one
-        # Not np.load: that takes archives too.
-        array = np.lib.format.open_memmap(partial_path(out), mode="r")
-    except (OSError, ValueError, EOFError, OverflowError, MemoryError):
-        return None
-    fits = array.shape == shape and array.dtype == np.float32 and all(0 <= row < done for row in record.truncated)
-    return record if fits else None
-
-
-def write_record(out: Path, key: dict[str, Any], record: Struct) -> None:
-    """Write the resume file in one step: a kill leaves the old one or the new one."""
-    with replacing(progress_path(out)) as file:
-        file.write(json.dumps({**key, **msgspec.to_builtins(record)}).encode())
-
-
-def anew(path: Path) -> IO[bytes]:
-    """Open a new file of this name; what had it is removed: where that is a link, its target isn't ours to write."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Give a file new content in one step: what the block writes; where it fails the old one stays."""
     part = path.with_name(path.name + ".part")
     try:
-        with anew(part) as file:
+        part.unlink(missing_ok=True)  # where it is a link, its target isn't ours to write
+        with part.open("xb") as file:
             yield file
         os.replace(part, path)  # noqa: PTH105
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def writing_to(out: Path, size: int) -> Iterator[IO[bytes]]:
-    """Open the partial file of *out* behind its first *size* bytes, which are good; what follows them is cut off."""
-    with writing(out):
-        partial = partial_path(out)
-        file = partial.open("r+b") if size else anew(partial)
-        file.truncate(size)
-        file.seek(size)
-    with file:
-        yield file
 
 
 @contextmanager
@@ -313,10 +291,3 @@ def replacing_lines(path: Path, lines: Iterator[str]) -> Iterator[None]:
         for line in chain([first], lines):
             file.write(line.encode() + b"\n")
         yield
-
-
-def _header_bytes(file: Path) -> int:
-    """Return where the numbers of a .npy file begin."""
-    import numpy as np
-
-    return int(np.lib.format.open_memmap(file, mode="r").offset)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.bulk.corpus import (
     SUFFIXES,
@@ -28,10 +28,11 @@ from synapse_host.bulk.corpus import (
     arrow_modules,
     read,
     table_rows,
-    vector_schema,
-    vector_table,
 )
 from synapse_host.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from synapse_host.arrays import FloatArray
 
 BLOCK_BYTES: Final = 4 * 1024 * 1024
 """Bytes of a line file in one block: some ten thousand texts, a minute or more of work."""
@@ -205,39 +206,64 @@ def part_path(out: str, block: Block, facts: dict[str, Any]) -> str:
     return posixpath.join(out, f"part-{block.key(facts)}.parquet")
 
 
+class VectorTable:
+    """A parquet table of vectors while it is written: columns ``id``, ``vector`` (*dims* float32), ``truncated``."""
+
+    def __init__(self, sink: Any, dims: int) -> None:
+        arrow, parquet = arrow_modules()
+        vector = arrow.list_(arrow.float32(), dims)
+        self._schema = arrow.schema([("id", arrow.string()), ("vector", vector), ("truncated", arrow.bool_())])
+        # No number comes twice: a dictionary of them would add 40 % to the file.
+        self._writer = parquet.ParquetWriter(sink, self._schema, use_dictionary=False)
+
+    def write(self, ids: list[str], vectors: FloatArray, truncated: Iterable[int]) -> None:
+        """Add rows: *vectors* (len(ids), dims), *truncated* indices of those that were cut."""
+        arrow, _ = arrow_modules()
+        cut = set(truncated)
+        columns = [
+            arrow.array(ids, arrow.string()),
+            arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), vectors.shape[1]),
+            arrow.array([row in cut for row in range(len(ids))], arrow.bool_()),
+        ]
+        self._writer.write_table(arrow.Table.from_arrays(columns, schema=self._schema))
+
+    def end(self, facts: dict[str, Any]) -> None:
+        """End the table; *facts* are what it says of itself: its metadata's ``synapse``."""
+        self._writer.add_key_value_metadata({"synapse": json.dumps(facts)})
+        self.close()
+
+    def close(self) -> None:
+        """Write no more, be it whole or not."""
+        self._writer.close()
+
+
 class PartFile:
-    """A part while it is written: columns ``id``, ``vector``, ``truncated``. It has its name from :meth:`end` on."""
+    """A part while it is written. It has its name from :meth:`end` on."""
 
     def __init__(self, files: Any, path: str, dims: int) -> None:
-        _, parquet = arrow_modules()
         self._files = files
         self._path = path
         # Not `*.parquet`: a reader of the folder doesn't take it for a part.
         self._temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        self._schema = vector_schema(dims)
         with storage(path):
             self._sink = files.open_output_stream(self._temporary)
-            # No number comes twice: a dictionary of them would add 40 % to the file.
-            self._writer = parquet.ParquetWriter(self._sink, self._schema, use_dictionary=False)
+            self._table = VectorTable(self._sink, dims)
 
-    def write(self, ids: list[str], vectors: Any, truncated: Iterable[int]) -> None:
-        """Add rows: *vectors* float32 (len(ids), dims), *truncated* indices of those that were cut."""
-        cut = set(truncated)
-        table = vector_table(self._schema, ids, vectors, (row in cut for row in range(len(ids))))
+    def write(self, ids: list[str], vectors: FloatArray, truncated: Iterable[int]) -> None:
+        """Add rows, as :meth:`VectorTable.write`."""
         with storage(self._path):
-            self._writer.write_table(table)
+            self._table.write(ids, vectors, truncated)
 
     def end(self, facts: dict[str, Any]) -> None:
         """Give the part its name; *facts* are read by :func:`part_facts`."""
         with storage(self._path):
-            self._writer.add_key_value_metadata({"synapse": json.dumps(facts)})
-            self._writer.close()
+            self._table.end(facts)
             self._sink.close()
             self._files.move(self._temporary, self._path)
 
     def drop(self) -> None:
         """Leave nothing behind."""
-        for step in (self._writer.close, self._sink.close, lambda: self._files.delete_file(self._temporary)):
+        for step in (self._table.close, self._sink.close, lambda: self._files.delete_file(self._temporary)):
             with suppress(Exception):  # whatever the storage says now: the first failure is the one to report
                 step()
 

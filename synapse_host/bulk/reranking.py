@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from synapse_host.bulk import output
-from synapse_host.bulk.corpus import Corpus, opened, query_of, values
+from synapse_host.bulk.corpus import Corpus, Query, opened, queries
 from synapse_host.bulk.embedding import Display
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.text.background import beside
@@ -51,59 +53,33 @@ async def rerank_file(
         if not count:
             raise InvalidRequest(f"{source} holds no query", details={"file": source})
         key = {**output.key_of(assignment, digest, count), "raw": raw, "truncate": truncate}
+        with output.Growing(file, key, source) as growing:
+            if first := growing.record.read:
+                display.note(f"going on at query {first} of {count}")
+            with display.bar("reranking", count, unit="queries") as advance, opened(source) as lines:
+                advance(first)
+                for number, query in islice(queries(lines, source), first, None):
+                    growing.append(await _line(ask, query, f"{source}:{number}"))
+                    advance(1)
+            growing.whole()
         with output.writing(out):
-            record = _resume(file, key)
-        if first := record.rows_done:
-            display.note(f"going on at query {first} of {count}")
-        with (
-            display.bar("reranking", count, unit="queries") as advance,
-            opened(source) as lines,
-            output.writing_to(file, record.bytes) as growing,
-        ):
-            advance(first)
-            for number, value in islice(values(lines, source), first, None):
-                line = await _line(ask, value, source, number)
-                with output.writing(out):
-                    growing.write(line)
-                    growing.flush()
-                    record = output.Lines(record.rows_done + 1, record.bytes + len(line))
-                    output.write_record(file, key, record)
-                advance(1)
-        if record.rows_done != count:
-            raise InvalidRequest(f"{source} shrank while it was read", details={"file": source})
-        with output.writing(out):
-            os.replace(output.partial_path(file), file)  # noqa: PTH105
+            os.replace(growing.path, file)  # noqa: PTH105
             output.progress_path(file).unlink(missing_ok=True)
     return {**output.maker(assignment), "n": count, "out": str(out), "resumed_at": first}
 
 
-async def _line(
-    ask: Callable[[str, list[str]], Awaitable[RerankResult]], value: object, source: str, number: int
-) -> bytes:
-    """Return the line of scores for one line of the source; the error of its query names ``file:line``."""
-    query, documents, name = query_of(value, source, number)
+async def _line(ask: Callable[[str, list[str]], Awaitable[RerankResult]], query: Query, where: str) -> bytes:
+    """Return the line of scores for one line of the source; the error of its query names *where*, ``file:line``."""
     try:
-        result = await ask(query, documents)
+        result = await ask(query.query, query.docs)
     except SynapseError as exc:
-        raise exc.located(f"{source}:{number}") from exc
+        raise exc.located(where) from exc
     scores = {"scores": result.scores.tolist(), "order": result.order, "truncated": result.truncated}
-    return json.dumps(({} if name is None else {"id": name}) | scores).encode() + b"\n"
+    return json.dumps(({} if query.id is UNSET else {"id": str(query.id)}) | scores).encode() + b"\n"
 
 
 def _survey(source: str) -> tuple[int, str]:
     """Return how many queries a file holds and its digest; InvalidRequest at the first line that is none."""
-    count = 0
     with opened(source) as lines:
-        for number, value in values(lines, source):
-            query_of(value, source, number)
-            count += 1
+        count = sum(1 for _ in queries(lines, source))
     return count, Corpus(files=(source,)).digest()
-
-
-def _resume(file: Path, key: dict[str, Any]) -> output.Lines:
-    """Return how much of the partial file is good."""
-    record = output.record_of(file, key, output.Lines) or output.Lines()
-    partial = output.partial_path(file)
-    # No run of ours makes a link.
-    size = partial.stat().st_size if partial.exists() and not partial.is_symlink() else 0
-    return record if 0 <= record.rows_done <= key["rows"] and 0 <= record.bytes <= size else output.Lines()

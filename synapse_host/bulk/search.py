@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from synapse_host.bulk.corpus import Corpus, arrow_modules
-from synapse_host.bulk.embedding import OnError, Policy, Reader, beside_of
-from synapse_host.bulk.entries import Chunking, Empty
+from synapse_host.bulk.embedding import Reader, beside_of
+from synapse_host.bulk.entries import Chunking, Empty, OnError, Policy
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Index:
                 arrow, parquet = arrow_modules()
                 self._table = parquet.ParquetFile(path, memory_map=True)
                 schema = self._table.schema_arrow
-                raw = (schema.metadata or {}).get(b"synapse", b"")
+                raw = (self._table.metadata.metadata or {}).get(b"synapse", b"")
                 ids, vectors = (schema.field(name).type for name in ("id", "vector"))
                 listed = arrow.types.is_fixed_size_list(vectors) and vectors.value_type == arrow.float32()
                 held = self._table.metadata.num_rows, vectors.list_size if listed and ids == arrow.string() else 0
@@ -176,18 +176,9 @@ class Index:
         if corpus.digest() != facts["input_digest"]:
             raise InvalidRequest(f"{self.path}: the texts it was made from have changed. Embed them again")
         reader = Reader(corpus, policy, bundle, facts["model"])
-        wanted, found = set(rows), dict[int, str]()
-        left_out = set(facts["left_out"])
-        row = 0
-        for number, text in enumerate(reader.read()):
-            if number in left_out:
-                continue
-            if row in wanted:
-                found[row] = text.text
-                if len(found) == len(wanted):
-                    break
-            row += 1
-        return found
+        kept = islice(reader.kept(set(facts["left_out"])), max(rows, default=-1) + 1)
+        wanted = set(rows)
+        return {row: text.text for row, text in enumerate(kept) if row in wanted}
 
 
 @contextmanager

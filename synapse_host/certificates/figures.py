@@ -201,7 +201,7 @@ def misplaced_rows(inputs: EmbedInputs) -> int:
 def _both(*series: Sequence[Any]) -> tuple[list[Any], ...]:
     """Return the entries that every series has."""
     kept = [entries for entries in zip(*series, strict=True) if None not in entries]
-    return tuple(list(column) for column in zip(*kept, strict=True)) if kept else tuple([] for _ in series)
+    return tuple(map(list, zip(*kept, strict=True))) if kept else ([],) * len(series)
 
 
 def of_logits(figure: Callable[..., float | None], inputs: RerankInputs, *, grouped: bool = False) -> float | None:

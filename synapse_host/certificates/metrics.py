@@ -42,15 +42,15 @@ def _unit(rows: Array) -> Floats:
 def rank_overlaps(reference: Array, vectors: Array) -> Floats:
     """Return per row the share of its nearest neighbours that it keeps, float64 (n,).
 
-    k = max(1, n // 10), at most n - 1; neighbours by cosine without the row itself, equal ones by index (ane.md 8.1).
-    With n <= 2 there is nothing to rank: 1.0.
+    k = max(1, n // 10); neighbours by cosine without the row itself, equal ones by index (ane.md 8.1). With n <= 2
+    there is nothing to rank: 1.0.
     """
     import numpy as np
 
     n = len(reference)
     if n <= 2:
         return np.ones(n)
-    k = min(max(1, n // 10), n - 1)
+    k = max(1, n // 10)
 
     def neighbours(rows: Array) -> Array:
         near = similarities(rows)
@@ -74,12 +74,10 @@ def total(values: Sequence[float]) -> float:
         return sum(values)
 
 
-def worst_decile(overlaps: Sequence[float]) -> float:
-    """Return the mean of the lowest tenth, ceil(n / 10) values; 1.0 for none."""
-    if not overlaps:
-        return 1.0
+def worst_decile(overlaps: Sequence[float]) -> float | None:
+    """Return the mean of the lowest tenth, ceil(n / 10) values; None of nothing."""
     lowest = sorted(overlaps)[: -(-len(overlaps) // 10)]
-    return total(lowest) / len(lowest)
+    return total(lowest) / len(lowest) if lowest else None
 
 
 def neighbour_pearson(reference: Array, vectors: Array) -> Floats:
@@ -146,14 +144,11 @@ def same_best(reference: Sequence[float], scores: Sequence[float], groups: Seque
     import numpy as np
 
     theirs, ours, of = np.asarray(reference), np.asarray(scores), np.asarray(groups)
-    named = list(dict.fromkeys(groups))
-    if not named:
-        return 0.0
-    same = 0
-    for group in named:
+    same = []
+    for group in dict.fromkeys(groups):
         t, o = theirs[of == group], ours[of == group]
-        same += bool(t[int(o.argmax())] >= t.max() - 1e-6)
-    return same / len(named)
+        same.append(bool(t[int(o.argmax())] >= t.max() - 1e-6))
+    return sum(same) / len(same)
 
 
 def own_and_best(batch: Array, single: Array) -> tuple[Floats, Floats, Floats]:

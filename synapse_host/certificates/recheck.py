@@ -18,11 +18,11 @@ from engines.bundle.manifest import FileRef
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import figures, verdict
 from synapse_host.certificates.binding import model_of
-from synapse_host.certificates.document import EmbedInputs, Evidence, Model
+from synapse_host.certificates.document import EmbedInputs, Evidence
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Bundle
-    from synapse_host.placement.matrix import Engine, HardwareMatrix
+    from synapse_host.placement.matrix import HardwareMatrix
 
 _SHAPING: Final = ("cast", "expand_dims", "slice_by_index", "squeeze")
 CPU_ALLOWED: Final = frozenset(
@@ -69,7 +69,8 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
         return Recheck(recorded, [*problems, *misshapen])
     due = _as_due(recorded, matrix, bundle)
     problems += _contradictions(due, matrix)
-    wanted = thresholds_of(matrix, matrix.engines[due.engine.id], due.model, share)
+    engine, model = matrix.engines[due.engine.id], due.model
+    wanted = verdict.thresholds(matrix, engine, task=model.task, dtype=model.dtype, share=share)
     for name in verdict.weaker(recorded.thresholds, wanted):
         have = recorded.thresholds.get(name)
         problems.append(f"thresholds.{name}: {have} is weaker than {wanted[name]} of {matrix.name}")
@@ -80,18 +81,6 @@ def recheck(path: Path, matrix: HardwareMatrix, *, bundle: Bundle | None = None,
         return Recheck(recorded, [*problems, f"inputs: nothing can be computed from them ({exc})"])
     problems += _otherwise(recorded, judged)
     return Recheck(fresh, problems)
-
-
-def thresholds_of(matrix: HardwareMatrix, engine: Engine, model: Model, share: float | None = None) -> dict[str, float]:
-    """Return the thresholds that *matrix* has for an engine and a model's task and precision class."""
-    return verdict.thresholds(
-        matrix,
-        engine=engine.id,
-        task=model.task,
-        precision=verdict.precision_of(model.dtype),
-        placement=engine.device_kind == "ane",
-        share=share,
-    )
 
 
 def _as_due(recorded: Evidence, matrix: HardwareMatrix, bundle: Bundle | None) -> Evidence:

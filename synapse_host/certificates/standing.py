@@ -24,7 +24,7 @@ from synapse_host.certificates import binding, verdict
 from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence, Model
-from synapse_host.certificates.recheck import recheck, thresholds_of
+from synapse_host.certificates.recheck import recheck
 from synapse_host.errors import InvalidRequest, NotCertified
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
@@ -100,7 +100,7 @@ def path_of(matrix: HardwareMatrix, engine: Engine, model: Model, data_dir: Path
         "dtype": model.dtype,
         "env": engine.env,
         "runtime_config": engine.runtime_config,
-        "thresholds": thresholds_of(matrix, engine, model),
+        "thresholds": verdict.thresholds(matrix, engine, task=model.task, dtype=model.dtype),
     }
     key = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
     return folder(data_dir) / engine.id / f"{model.manifest_digest}-{key}.json"
@@ -112,16 +112,16 @@ def settle(evidence: Evidence, matrix: HardwareMatrix, data_dir: Path | None = N
     Returns the kept file. Nothing changes for an answer to another question than the matrix asks (other thresholds,
     ``--min-placement-share``) and for a run that never got the device.
     """
-    engine = matrix.engines[evidence.engine.id]
-    if evidence.thresholds != thresholds_of(matrix, engine, evidence.model):
+    engine, model = matrix.engines[evidence.engine.id], evidence.model
+    if evidence.thresholds != verdict.thresholds(matrix, engine, task=model.task, dtype=model.dtype):
         return None
     if evidence.verdict == "certified":
-        path = path_of(matrix, engine, evidence.model, data_dir)
+        path = path_of(matrix, engine, model, data_dir)
         documents.write(path, evidence)
         return path
     if evidence.fault is None or evidence.fault.code not in NOT_RUN:
         with suppress(NoHome):
-            path_of(matrix, engine, evidence.model, data_dir).unlink(missing_ok=True)
+            path_of(matrix, engine, model, data_dir).unlink(missing_ok=True)
     return None
 
 
@@ -133,7 +133,7 @@ def look_up(
     engine: Engine,
     bundle: Bundle,
     artifact: Artifact,
-    profile: HostProfile,
+    profile: HostProfile | None = None,
     *,
     data_dir: Path | None = None,
     identity: Identity | None = None,
@@ -141,8 +141,9 @@ def look_up(
     """Return the certificate of an engine and an artifact with what is against it now.
 
     *identity*: what the worker says of itself; None asks it (``--version`` in a child), if nothing else speaks against
-    the certificate. *profile* needs the floors of :func:`synapse_host.placement.hardware.floor_keys`. Blocks; reads a
-    file, and hashes what changed of the engine's installation.
+    the certificate. *profile*: None looks at the machine; else with the floors of
+    :func:`synapse_host.placement.hardware.floor_keys`. Blocks; reads a file, and hashes what changed of the engine's
+    installation.
     """
     path = path_of(matrix, engine, binding.model_of(bundle, artifact), data_dir)
     if not path.exists():
@@ -158,6 +159,8 @@ def look_up(
     if not problems and not judged.certified:
         problems.append(f"its measurements don't pass: {', '.join(found.reasons)}")
     if not problems:
+        # Anew, when a worker starts: a driver may have been replaced under a running host.
+        profile = profile or hardware.detect(hardware.floor_keys(matrix, [engine.id]))
         identity = identity or binding.identity_of(binding.version_line(matrix, engine))
         now = binding.present(matrix, engine, bundle, artifact, profile, identity)
         problems = binding.void_because(binding.recorded(found, engine), now)
@@ -173,14 +176,12 @@ def listed(
     identities: Mapping[str, Identity] | None = None,
 ) -> Iterator[Listed]:
     """Yield every stored certificate, sorted, each looked up under this matrix. *bundles*: the installed ones."""
-    known: dict[str, Identity] = dict(identities or {})
+    known = dict(identities or {})
     try:
-        stored = sorted(folder(data_dir).glob("*/*.json"))
+        stored = sorted(folder(data_dir).glob("*/[!.]*.json"))
     except NoHome:
         return
     for path in stored:
-        if path.name.startswith("."):
-            continue
         id = path.parent.name
         try:
             document, _ = documents.read(path)
@@ -264,7 +265,10 @@ class LaneCertificates:
         if self._qualifying or artifact is None or not (needed or on_ane):
             return spec
         try:
-            found = await asyncio.to_thread(self._look_up, assignment, spec.engine_id, artifact)
+            engine, data_dir = self._matrix.engines[spec.engine_id], self._config.data_dir
+            found = await asyncio.to_thread(
+                look_up, self._matrix, engine, assignment.bundle, artifact, data_dir=data_dir
+            )
         except NoHome:
             if needed:
                 raise
@@ -291,12 +295,6 @@ class LaneCertificates:
         from synapse_host.residency import plan
 
         return plan.costs(artifact, held.evidence.cost_ms)
-
-    def _look_up(self, assignment: Assignment, engine_id: str, artifact: Artifact) -> Certificate:
-        # The machine is looked at anew, too: a driver may have been replaced under this host.
-        profile = hardware.detect(hardware.floor_keys(self._matrix, [engine_id]))
-        engine = self._matrix.engines[engine_id]
-        return look_up(self._matrix, engine, assignment.bundle, artifact, profile, data_dir=self._config.data_dir)
 
 
 def _refused(assignment: Assignment, spec: LaneSpec, found: Certificate) -> NotCertified:

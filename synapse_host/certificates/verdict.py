@@ -44,7 +44,7 @@ from synapse_host.certificates.figures import (
 )
 
 if TYPE_CHECKING:
-    from synapse_host.placement.matrix import HardwareMatrix
+    from synapse_host.placement.matrix import Engine, HardwareMatrix
 
 
 class Bound(NamedTuple):
@@ -214,8 +214,7 @@ _OF_MEASUREMENTS: Final = (
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
          lambda rows: mean(rows.cosine), "mean_cosine", "embed", "exact"),
     Rule("worst_decile", "agreement", "worst decile", "nearest neighbours kept, in the worst tenth of the rows",
-         lambda rows: metrics.worst_decile(finite(rows.overlap)) if finite(rows.overlap) else None,
-         "worst_decile", "embed", "exact"),
+         lambda rows: metrics.worst_decile(finite(rows.overlap)), "worst_decile", "embed", "exact"),
     Rule("mean_cosine", "agreement", "mean cosine", "mean cosine over all rows",
          lambda rows: mean(rows.cosine), "approximate_cosine", "embed", "approximate"),
     Rule("pearson", "agreement", "pearson", "correlation of the similarities with the reference's",
@@ -303,18 +302,17 @@ def precision_of(dtype: str) -> Precision:
 
 
 def thresholds(
-    matrix: HardwareMatrix, *, engine: str, task: str, precision: Precision, placement: bool, share: float | None = None
+    matrix: HardwareMatrix, engine: Engine, *, task: str, dtype: str, share: float | None = None
 ) -> dict[str, float]:
     """Return every threshold that a run is judged by: the engine's own, else the file's, else the built-in one.
 
-    *share* replaces the placement share (``--min-placement-share``). An engine that the matrix doesn't have gets the
-    file's.
+    *share* replaces the placement share (``--min-placement-share``).
     """
-    found = {}
-    for rule in rules(task, precision, placement=placement):
+    placement, found = engine.device_kind == "ane", {}
+    for rule in rules(task, precision_of(dtype), placement=placement):
         if isinstance(rule.threshold, str):
             bound = BOUNDS[rule.threshold]
-            value = matrix.threshold(engine, bound.section, bound.key) if bound.section and bound.key else None
+            value = matrix.threshold(engine.id, bound.section, bound.key) if bound.section and bound.key else None
             found[rule.threshold] = float(bound.default if value is None else value)
     if share is not None and placement:
         found["placement_share"] = share

@@ -64,12 +64,12 @@ async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
     unit = trial.bundle.manifest.normalize is not False
     norms = _lengths(ours) / (1 if unit else _lengths(theirs).clip(1e-30))
 
-    def spread(values: Sequence[Any]) -> list[Any]:
-        found = dict(zip(known, values, strict=True))
-        return [found.get(n) for n in range(len(rows))]
-
     def series(values: Any) -> Series:
-        return spread(_rounded(values))
+        return _series(dict(zip(known, values, strict=True)), len(rows))
+
+    def neighbours(vectors: Any) -> list[int | None]:
+        found = {n: known[near] for n, near in zip(known, metrics.nearest(vectors), strict=True)}
+        return [found.get(n) for n in range(len(rows))]
 
     own, best, lengths = _against(batch, singles, exchanges, len(rows))
     permuted_own, permuted_best, permuted_lengths = _against(permuted, singles, mixed, len(rows))
@@ -83,8 +83,8 @@ async def embed(trial: Trial, probes: Fixtures) -> EmbedInputs:
         permuted_best=permuted_best,
         batch_norm=lengths,
         permuted_norm=permuted_lengths,
-        neighbour=spread([known[n] for n in metrics.nearest(ours)]),
-        reference_neighbour=spread([known[n] for n in metrics.nearest(theirs)]),
+        neighbour=neighbours(ours),
+        reference_neighbour=neighbours(theirs),
         neighbour_pearson=series(metrics.neighbour_pearson(theirs, ours)),
         unit=unit,
     )
@@ -113,7 +113,7 @@ async def rerank(trial: Trial, probes: Fixtures) -> RerankInputs:
     carried = {n: number for number, rows in enumerate(exchanges) for n in rows}
     return RerankInputs(
         query=of,
-        reference=_rounded(probes.arrays["logits"].tolist()),
+        reference=[round(logit, DIGITS) for logit in probes.arrays["logits"].tolist()],
         single=_series(singles, len(candidates)),
         batch=_series(batch, len(candidates)),
         permuted=_series(permuted, len(candidates)),
@@ -168,10 +168,6 @@ def _chunks(rows: Sequence[int]) -> list[Sequence[int]]:
     return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(float(value), DIGITS) for value in values]
-
-
 def _series(answers: dict[int, Any], count: int) -> Series:
     return [round(float(answers[n]), DIGITS) if n in answers else None for n in range(count)]
 
@@ -193,9 +189,7 @@ def _against(
     for rows in exchanges:
         known = [n for n in rows if n in batch and n in singles]
         if known:
-            ours, alone = np.array([batch[n] for n in known]), np.array([singles[n] for n in known])
-            own, best, longer = metrics.own_and_best(ours, alone)
-            lengths |= zip(known, longer.tolist(), strict=True)
-            owns |= zip(known, own.tolist(), strict=True)
-            bests |= zip(known, best.tolist(), strict=True)
+            found = metrics.own_and_best(np.array([batch[n] for n in known]), np.array([singles[n] for n in known]))
+            for values, of in zip((owns, bests, lengths), found, strict=True):
+                values |= zip(known, of, strict=True)
     return _series(owns, count), _series(bests, count), _series(lengths, count)

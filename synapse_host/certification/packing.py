@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 
 from synapse_host.certificates.document import DIGITS, Function, Packing, Series
 from synapse_host.certificates.metrics import cosines
-from synapse_host.certification.probes import repeated
 from synapse_host.errors import BundleInvalid, SynapseError
 from synapse_host.residency.plan import buckets
 
@@ -57,8 +57,6 @@ def mixes(width: int) -> list[list[int]]:
 
 async def packing(host: Host, assignment: Assignment, source: Sequence[Any], width: int) -> Packing:
     """Try one width on rows cut from *source* (token ids); an error of the lane ends the trial with its reason."""
-    import numpy as np
-
     limit = assignment.bundle.manifest.max_tokens
     plan = [[min(n, limit) for n in lengths] for lengths in mixes(width)]
     random = np.random.default_rng([SEED, width])
@@ -94,11 +92,11 @@ async def costs(host: Host, assignment: Assignment, widths: Sequence[int], sourc
     for function in artifact.functions:
         bucket, width = function.bucket, function.packed_width
         if isinstance(bucket, int):
-            ids = repeated(base, min(bucket, top))
+            ids = np.resize(base, min(bucket, top)).tolist()
             times = [await _timed(_alone(host, assignment, ids)) for _ in range(REPEATS)]
         elif isinstance(width, int) and width in widths:
             # Two rows of half the width fill a pass: TIMED passes.
-            rows = [repeated(base, max(1, width // 2))] * (2 * TIMED)
+            rows = [np.resize(base, max(1, width // 2)).tolist()] * (2 * TIMED)
             times = [await _timed(_packed(host, assignment, rows, width)) for _ in range(REPEATS)]
         else:
             continue
@@ -125,8 +123,6 @@ async def _timed(work: Any) -> float:
 
 
 def _differences(one: FloatArray, other: FloatArray) -> Series:
-    import numpy as np
-
     return [round(float(value), DIGITS) for value in np.abs(one - other).max(axis=1)]
 
 

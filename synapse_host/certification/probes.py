@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET
 
 from engines.bundle import fixtures
 from engines.bundle.manifest import BundleError, FileRef
 from synapse_host.errors import BundleInvalid
+from synapse_host.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from engines.bundle.fixtures import Fixtures
@@ -28,10 +30,9 @@ def opened(bundle: Bundle) -> Fixtures | None:
     manifest = bundle.manifest
     if found.task != manifest.task:
         raise BundleInvalid(f"{ref.path}: fixtures to {found.task}, the bundle is to {manifest.task}")
-    if found.task == "embed" and found.arrays["vectors_q"].shape[1] != manifest.dims:
-        raise BundleInvalid(
-            f"{ref.path}: vectors of {found.arrays['vectors_q'].shape[1]} dims, the bundle says {manifest.dims}"
-        )
+    dims = found.arrays["vectors_q"].shape[1] if found.task == "embed" else manifest.dims
+    if dims != manifest.dims:
+        raise BundleInvalid(f"{ref.path}: vectors of {dims} dims, the bundle says {manifest.dims}")
     return found
 
 
@@ -39,8 +40,6 @@ def stale_rows(bundle: Bundle, probes: Fixtures) -> int:
     """Count the probes whose text gives other ids now; rows that were cut are compared as far as they go."""
     if bundle.manifest.tokenizer is UNSET:
         return 0
-    from synapse_host.text.tokenizer import TextTokenizer
-
     tokenizer = TextTokenizer(bundle)
     stale = 0
     if probes.task == "rerank":
@@ -68,8 +67,6 @@ def stops(bundle: Bundle) -> set[int]:
     special = bundle.manifest.special_ids
     found = {id for name, id in special.items() if name in ("eos", "eot", "eom")} if special is not UNSET else set()
     if bundle.manifest.tokenizer is not UNSET:
-        from synapse_host.text.tokenizer import TextTokenizer
-
         tokenizer = TextTokenizer(bundle)
         named = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<end_of_turn>")
         found |= {id for name in named if (id := tokenizer.id(name)) is not None}
@@ -83,10 +80,5 @@ def edge_rows(rows: Sequence[Any], room: int) -> dict[str, list[int]]:
     """
     base = [int(id) for row in rows for id in row]
     lengths = {"length 1": 1, "length 2": 2, "max - 1": room - 1, "max": room, "max + 1": room + 1}
-    found = {name: repeated(base, length) for name, length in lengths.items()}
+    found = {name: np.resize(base, length).tolist() for name, length in lengths.items()}
     return {**found, "repeated token": [base[len(base) // 2]] * min(64, room)}
-
-
-def repeated(ids: Sequence[int], length: int) -> list[int]:
-    """Return *ids* over and over, cut to *length*."""
-    return (list(ids) * (length // len(ids) + 1))[:length]

@@ -34,7 +34,7 @@ import msgspec
 from engines.bundle import manifest
 from synapse_host.certificates import binding, standing, verdict
 from synapse_host.certificates import document as documents
-from synapse_host.certificates.document import Evidence, Placement
+from synapse_host.certificates.document import Evidence
 from synapse_host.certification import measurement, report
 from synapse_host.certification import probes as probe_set
 from synapse_host.certification.packing import Plans, plan_tool
@@ -43,7 +43,6 @@ from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest, SynapseError
 from synapse_host.host import Host
 from synapse_host.models.bundles import silent
-from synapse_host.placement import hardware
 from synapse_host.placement.matrix import ENCODERS, HardwareMatrix
 from synapse_host.placement.select import fit
 
@@ -52,8 +51,8 @@ if TYPE_CHECKING:
     from synapse_host.certificates.standing import Certificate
     from synapse_host.placement.hardware import HostProfile
 
-FORCED: Final = {"ane": {"compute_units": "cpu_only", "placement": "off"}}
-"""LOAD keys that force an engine to the CPU, by its name in the matrix."""
+FORCED: Final = {"compute_units": "cpu_only", "placement": "off"}
+"""LOAD keys that force the Neural Engine's worker to the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +90,16 @@ async def certify(
     model = binding.model_of(assignment.bundle, artifact, assignment.model)
     on_ane, placement = engine.device_kind == "ane", run.placement
     if on_ane and placement is not None:
-        placement = await _placed(run, placement, only, order, config, plans)
-    precision = verdict.precision_of(model.dtype)
-    share = order.min_placement_share
-    thresholds = verdict.thresholds(
-        matrix, engine=engine.id, task=model.task, precision=precision, placement=on_ane, share=share
-    )
+        functions, allowed, reason = plans(assignment)
+        forced = await _forced(run, only, order, config)
+        placement = msgspec.structs.replace(
+            placement,
+            functions=functions,
+            cpu_allowed=allowed,
+            reason=reason,
+            forced_ms=forced,
+            native_ms=run.native_ms,
+        )
     return verdict.judge(
         Evidence(
             format="synapse-evidence-v1",
@@ -106,8 +109,10 @@ async def certify(
             model=model,
             engine=binding.engine_facts(only, engine, **run.said()),
             machine=binding.machine_facts(engine, host.profile),
-            precision=precision,
-            thresholds=thresholds,
+            precision=verdict.precision_of(model.dtype),
+            thresholds=verdict.thresholds(
+                only, engine, task=model.task, dtype=model.dtype, share=order.min_placement_share
+            ),
             placement_required=on_ane,
             fixture=run.fixture,
             tokens=run.tokens,
@@ -145,24 +150,12 @@ def _single_lane(matrix: HardwareMatrix, order: Order) -> HardwareMatrix:
     return msgspec.structs.replace(matrix, lanes={lane.id: pinned})
 
 
-async def _placed(
-    trial: Trial, placement: Placement, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
-) -> Placement:
-    """Add where the framework runs each function, and the same rows with the engine forced to the CPU."""
-    functions, allowed, reason = plans(trial.assignment)
-    forced, native = await _forced(trial, matrix, order, config), trial.native_ms
-    return msgspec.structs.replace(
-        placement, functions=functions, cpu_allowed=allowed, reason=reason, forced_ms=forced, native_ms=native
-    )
-
-
 async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig) -> list[float]:
+    """Time the trial's single requests with the engine forced to the CPU."""
     engine = matrix.engines[trial.assignment.require().engine_id]
-    keys = FORCED.get(engine.engine)
     probes = probe_set.opened(trial.bundle)
-    if keys is None or probes is None:
-        return []
-    slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **keys})
+    assert probes is not None, "without probes nothing is known of placement"
+    slow = msgspec.structs.replace(engine, runtime_config={**engine.runtime_config, **FORCED})
     matrix = msgspec.structs.replace(matrix, engines={**matrix.engines, engine.id: slow})
     try:
         async with Host.open(matrix, {order.model: order.bundle}, config) as host:
@@ -178,14 +171,15 @@ async def _forced(trial: Trial, matrix: HardwareMatrix, order: Order, config: Ho
 
 @dataclass(frozen=True, slots=True)
 class CarriedOut:
-    """What an order left. ``certificate``: what there is for the lane's engine and model now, looked up anew.
+    """What an order left. ``page``: None without jinja2, which renders it.
 
-    None where the order asked another question than the matrix does, and so changed nothing.
+    ``certificate``: what there is for the lane's engine and model now, looked up anew; None where the order asked
+    another question than the matrix does, and so changed nothing.
     """
 
     evidence: Evidence
     document: Path
-    page: Path
+    page: Path | None
     certificate: Certificate | None
 
 
@@ -199,26 +193,20 @@ def possible(
     """
     lanes = dict(matrix.lanes)
     for task in dict.fromkeys(lane.task for lane in matrix.lanes.values()):
-        home = lanes.get(task) or next(lane for lane in lanes.values() if lane.task == task)
-        named = {id for lane in lanes.values() if lane.task == task for id in lane.engines}
-        others = [id for id, one in matrix.engines.items() if id not in named and _serves(one.engine, task)]
+        of_task = [lane for lane in lanes.values() if lane.task == task]
+        home = next((lane for lane in of_task if lane.id == task), of_task[0])
+        named = {id for lane in of_task for id in lane.engines}
+        fitting = {id for id, one in matrix.engines.items() if task != "generate" or one.engine not in ENCODERS}
+        others = [id for id in matrix.engines if id in fitting - named]
         lanes[home.id] = msgspec.structs.replace(home, engines=(*home.engines, *others))
     wide = msgspec.structs.replace(matrix, lanes=lanes)
     orders: list[Order] = []
     for name, bundle in bundles.items():
-        done: set[str] = set()
-        for lane in lanes.values():
-            if lane.task != bundle.manifest.task:
-                continue
-            for id in lane.engines:
-                if id not in done and fit(wide, wide.engines[id], profile, bundle)[0]:
-                    done.add(id)
-                    orders.append(Order(lane.id, name, bundle.root, id))
+        of_task = [lane for lane in lanes.values() if lane.task == bundle.manifest.task]
+        homes = {id: lane.id for lane in reversed(of_task) for id in lane.engines}  # the first lane that has it
+        fits = (id for id in homes if fit(wide, wide.engines[id], profile, bundle)[0])
+        orders += [Order(homes[id], name, bundle.root, id) for id in fits]
     return orders, wide
-
-
-def _serves(engine: str, task: str) -> bool:
-    return task != "generate" or engine not in ENCODERS
 
 
 async def carry_out(
@@ -253,8 +241,7 @@ def _standing(order: Order, evidence: Evidence, matrix: HardwareMatrix, config: 
     artifact = next((one for one in artifacts if one.digest == evidence.model.artifact_digest), None)
     if artifact is None:
         return None
-    profile = hardware.detect(hardware.floor_keys(matrix, [engine.id]))
-    return standing.look_up(matrix, engine, bundle, artifact, profile, data_dir=config.data_dir)
+    return standing.look_up(matrix, engine, bundle, artifact, data_dir=config.data_dir)
 
 
 def folder_of(engine_id: str, *, chip: str, os: str, os_version: str) -> str:

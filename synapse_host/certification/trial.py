@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -106,7 +107,7 @@ class Trial:
         self.assignment.require()
         probes = probe_set.opened(self.bundle)
         if probes is not None:
-            self.fixture = await self._described(probes)
+            self.fixture = self._described(probes)
         try:
             self.begin("load", 0)
             started = time.perf_counter()
@@ -199,7 +200,7 @@ class Trial:
             "buckets": facts.buckets or [],
         }
 
-    async def _described(self, probes: Fixtures) -> Fixture:
+    def _described(self, probes: Fixtures) -> Fixture:
         """Compare the fixtures with the bundle they came in: digest, and ids against its own tokenizer."""
         ref = self.bundle.manifest.fixtures
         assert isinstance(ref, FileRef)
@@ -294,12 +295,10 @@ def single_calls(host: Host, trial: Trial, probes: Fixtures) -> list[Callable[[]
     chosen = sorted(range(len(probes)), key=trial.tokens.__getitem__)[:: max(1, len(probes) // TIMED)][:TIMED]
     if probes.task == "embed":
         rows = probes.rows()
-        return [lambda n=n: host.embed_ids(trial.model, [rows[n]], lane=trial.lane) for n in chosen]  # type: ignore[misc]
+        return [partial(host.embed_ids, trial.model, [rows[n]], lane=trial.lane) for n in chosen]
     queries, of, candidates = probes.rows("query"), probes.arrays["query_of"].tolist(), probes.rows("candidate")
-    return [
-        lambda n=n: host.rerank_ids(trial.model, queries[of[n]].tolist(), [candidates[n]], lane=trial.lane)  # type: ignore[misc]
-        for n in chosen
-    ]
+    asked = [(queries[of[n]].tolist(), [candidates[n]]) for n in chosen]
+    return [partial(host.rerank_ids, trial.model, *pair, lane=trial.lane) for pair in asked]
 
 
 async def timed(calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[float]:

@@ -1,8 +1,9 @@
 """The ``synapse`` command: one file a verb, found through one table.
 
 :func:`main` fills closed standard streams, finds the verb, parses its arguments and reports how it ended: as a line on
-stderr, or as a document under ``--json``, and as an exit code. A verb's module offers ``configure(parser)``, which adds
-arguments, description and examples, and ``run(args, console)``, which returns the exit code or raises a SynapseError.
+stderr, or as a document under ``--json``, and as an exit code. A verb's module offers a docstring, which its help
+prints, ``configure(parser)``, which adds arguments, and ``run(args, console)``, which returns the exit code or raises a
+SynapseError.
 Only the chosen verb's module is imported, so that ``synapse --help`` costs nothing but argparse. The common options
 (``--json``, ``--quiet``, ``--matrix``, ``--models-dir``, ``--runtime-dir``, ``--deadline``) are added here. From the
 moment a verb runs SIGINT, SIGTERM and SIGHUP end it in order, by KeyboardInterrupt in the main thread.
@@ -19,14 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any, Final, NamedTuple, NoReturn
 
 from synapse_host.cli.console import Console, printable
 from synapse_host.cli.parser import Parser, UsageError, common_options, nearest
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, BundleInvalid, InvalidRequest, SynapseError, of_os
-from synapse_host.placement import interpreter
+from synapse_host.placement.interpreter import VERSION
 
 
 class Verb(NamedTuple):
@@ -69,11 +70,6 @@ _LIMITED: Final = {"build", "models", "matrix", "doctor", "certify", "certificat
 _GROUPS: Final = {"work": "Work", "host": "A running host", "models": "Models", "machine": "This machine"}
 
 
-def host_version() -> str:
-    """Return the installed version, or ``0+unknown`` in a tree that was never installed."""
-    return interpreter.RELEASE or "0+unknown"
-
-
 def _page() -> str:
     lines = [
         "synapse: local inference that survives its engines.",
@@ -99,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     _heed_children()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Before parsing has succeeded the flags are looked up by hand: a usage error under --json is a document too.
+    # The flags are looked up by hand, before anything is parsed: a usage error under --json is a document too.
     head = arguments[: arguments.index("--")] if "--" in arguments else arguments
     console = Console(json="--json" in head, quiet="--quiet" in head)
     try:
@@ -147,7 +143,7 @@ def _run(arguments: list[str], console: Console) -> int:
 
         if isinstance(exc, BundleError):
             return console.fail(BundleInvalid(str(exc)))
-        if _without_threads(exc):
+        if any(_NO_THREAD.search(str(each)) for each in _chain(exc)):
             return console.fail(_no_threads(exc))
         # A panic of a Rust library is no Exception, and no reason for a traceback either; SystemExit is argparse's.
         if os.environ.get("SYNAPSE_DEBUG") or isinstance(exc, SystemExit | GeneratorExit):
@@ -159,21 +155,18 @@ def _of_the_system(exc: OSError) -> SynapseError:
     """Return the error of a failed system call: its place, its reason, and what to do where that isn't plain."""
     if exc.errno == errno.EAGAIN:
         return _no_threads(exc)
-    reason = exc.strerror or str(exc)
     place = f"{exc.filename}: " if exc.filename else ""
-    if not place and exc.errno == errno.ENOSPC:
-        place = "what the command writes can't be written: "
-    if not place and not _in_a_folder():
-        place = "the current folder is gone: "
-    return of_os(exc, f"{place}{reason}", otherwise=InvalidRequest)
+    if exc.errno == errno.ENOSPC:
+        place = place or "what the command writes can't be written: "
+    if not place:
+        try:
+            os.getcwd()  # noqa: PTH109 - Path.cwd would be the same call
+        except OSError:
+            place = "the current folder is gone: "
+    return of_os(exc, f"{place}{exc.strerror or exc}", otherwise=InvalidRequest)
 
 
 _NO_THREAD: Final = re.compile(r"can't start new thread|ThreadPoolBuildError|thread pool has not been initialized")
-
-
-def _without_threads(exc: BaseException) -> bool:
-    """Tell whether an exception, or one that it comes from, says that no thread can be started."""
-    return any(_NO_THREAD.search(str(each)) for each in _chain(exc))
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
@@ -190,14 +183,6 @@ def _no_threads(exc: BaseException) -> SynapseError:
         "--pids-limit), or end other programs",
         details={"reason": "no_threads", "cause": str(exc)[:200]},
     )
-
-
-def _in_a_folder() -> bool:
-    try:
-        os.getcwd()  # noqa: PTH109 - Path.cwd would be the same call
-    except OSError:
-        return False
-    return True
 
 
 def _open_standard_streams() -> None:
@@ -237,33 +222,29 @@ def _dispatch(arguments: list[str], console: Console) -> int:
         print(_page())
         return EXIT_OK
     if arguments[0] in ("-V", "--version"):
-        print(f"synapse {host_version()}")
+        print(f"synapse {VERSION}")
         return EXIT_OK
     name = ALIASES.get(arguments[0], arguments[0])
     verb = VERBS.get(name)
     if verb is None:
         raise UsageError(f"no verb {name!r}{nearest(name, VERBS)}. See them all: synapse --help")
     module = import_module(f"synapse_host.cli.{verb.module or name}")
-    parser = Parser(f"synapse {name}")
+    parser = Parser(f"synapse {name}", module.__doc__)
     module.configure(parser)
-    common_options(parser, running=verb.group == "host")
+    common_options(parser)
     try:
         args = parser.read(arguments[1:])
     except SystemExit as exc:  # --help only: errors raise UsageError
         return int(exc.code or 0)
     args.verb, args.started = name, time.monotonic()
-    console.configure(json=args.json, quiet=args.quiet)
     _configure_logging()
-    with _interruptible():
+    with _interruptible(), ExitStack() as stack:
         if name in _LIMITED and args.deadline is not None:
             from synapse_host.cli.session import limited
 
-            with limited(args.deadline, f"synapse {name} ran"):
-                code: int = module.run(args, console)
-        else:
-            code = module.run(args, console)
-    sys.stdout.flush()
-    return code
+            stack.enter_context(limited(args, f"synapse {name} ran"))
+        code: int = module.run(args, console)
+        return code
 
 
 @contextmanager
@@ -274,10 +255,10 @@ def _interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
-        # From here on there is something to end; `synapse_host.__main__` left at once before.
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     if threading.current_thread() is threading.main_thread():
+        if callable(signal.getsignal(signal.SIGINT)):
+            # From here on there is something to end; `synapse_host.__main__` left at once before.
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:

@@ -1,17 +1,22 @@
-"""``synapse bench``: the benchmark suite of a checkout, rivals in the same run.
+"""Measure the wire, the workers' lives and real models against what else is installed here, in the same rounds: medians
+with their spread, ratios, targets. Needs a checkout; `make bench-rivals` installs rivals in an environment of their
+own, and one that is absent is reported as not installed. Run it on a quiet machine.
 
-The suite lives with the tests and measures engines in and out of the host, so it runs as a process of its own: the
-host's package imports none of it.
+Examples:
+  synapse bench --quick
+  synapse bench --out reports
+  synapse bench --only wire --json
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from synapse_host.cli.parser import Parser
+from synapse_host.cli.parser import Parser, count
 from synapse_host.errors import EXIT_FAILED, DeadlineExceeded, InvalidRequest
 from synapse_host.placement import interpreter, places
 
@@ -27,21 +32,10 @@ END_S: Final = 10.0
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = (
-        "Measure the wire, the workers' lives and real models against what else is installed here, in the same\n"
-        "rounds: medians with their spread, ratios, targets. Needs a checkout; `make bench-rivals` installs rivals in\n"
-        "an environment of their own, and one that is absent is reported as not installed. Run it on a quiet machine."
-    )
-    parser.examples("""
-        synapse bench --quick
-        synapse bench --out reports
-        synapse bench --only wire --json
-    """)
-    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer rounds, smaller batches")
-    groups = "of wire, lifecycle, scale, models, ray (default: all but ray)"
-    parser.add_argument("--only", metavar="GROUP,…", help=groups)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and bench.html here")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of every contestant (default: usable cores)")
+    parser.flag("--quick", help="under 3 minutes: fewer rounds, smaller batches")
+    parser.option("--only", "GROUP,…", "of wire, lifecycle, scale, models, ray (default: all but ray)")
+    parser.option("--out", "DIR", "write bench.json and bench.html here", type=Path)
+    parser.option("--threads", "N", "threads of every contestant (default: usable cores)", type=count)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -51,16 +45,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.matrix is not None:
         load(args.matrix)  # The suite has its own; a typo is refused all the same, before minutes of work.
     root = checkout()
+    folders = {"--out": args.out, "--models-dir": args.models_dir}
+    values = {name: places.expanded(given).absolute() for name, given in folders.items() if given}
+    values |= {"--only": args.only, "--threads": args.threads}
+    flags = {"--quick": args.quick, "--json": console.json, "--quiet": console.quiet or console.json, "--guarded": True}
     command = list(interpreter.module("bench"))  # it runs in the checkout's own folder
-    command += ["--quick"] if args.quick else []
-    command += ["--only", args.only] if args.only else []
-    command += ["--out", str(places.expanded(args.out).absolute())] if args.out else []
-    command += ["--threads", str(args.threads)] if args.threads else []
-    command += ["--models-dir", str(places.expanded(args.models_dir).absolute())] if args.models_dir else []
-    command += ["--json"] if console.json else []
-    command += ["--quiet"] if console.quiet or console.json else []
+    command += [word for name, value in values.items() if value for word in (name, str(value))]
+    command += [name for name, wanted in flags.items() if wanted]
     try:
-        code = run_suite([*command, "--guarded"], root, args.deadline)
+        code = run_suite(command, root, args.deadline)
     except subprocess.TimeoutExpired as exc:
         raise DeadlineExceeded(f"the benchmarks were not done within {args.deadline:g} s") from exc
     if code == EXIT_FAILED and console.json:
@@ -87,9 +80,8 @@ def _end(suite: subprocess.Popen[bytes]) -> None:
     assert suite.stdin is not None
     suite.stdin.close()
     try:
-        suite.wait(END_S)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            suite.wait(END_S)
     finally:
         suite.kill()
         suite.wait()

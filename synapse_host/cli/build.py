@@ -1,4 +1,14 @@
-"""``synapse build``: a model bundle from a checkpoint folder, from one on the hub by its name, or from a GGUF."""
+"""Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on the
+Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. Or of a GGUF file of any
+architecture that llama.cpp knows, to generate or embed: as it is, in any of its dtypes.
+
+Examples:
+  synapse build ./all-MiniLM-L6-v2 ./minilm
+  synapse build BAAI/bge-small-en-v1.5 ./bge
+  synapse build ./Qwen2.5-7B-Instruct-Q4_K_M.gguf ./qwen
+  synapse build ./my-reranker ./bundle --formats gguf --dtype q8_0
+  synapse build ./e5 ./bundle --dtype gguf=f16+bf16,safetensors-package=f32 --pooling mean
+"""
 
 from __future__ import annotations
 
@@ -26,65 +36,44 @@ _DTYPES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+_DTYPE: Final = (
+    "f32, f16, bf16, q8_0, int8, of generators also q6_k, q5_k_m, q4_k_m; or per format: "
+    "gguf=f16,safetensors-package=f32+int8"
+)
+_UNSAID: Final = "where the checkpoint doesn't say it"
+
+
 def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
-    parser.description = (
-        "Make a model bundle from a checkpoint: a folder (config.json and safetensors; never pickles), or a name on "
-        "the Hugging Face hub, owner/name or owner/name@revision, which is fetched into the hub's cache. Or of a GGUF "
-        "file of any architecture that llama.cpp knows, to generate or embed: as it is, in any of its dtypes. "
-        f"Families: {', '.join((*FAMILIES, *RELATIVES))}."
-    )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="folder with config.json, owner/name on the hub, or a .gguf"
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="bundle folder to make; must not exist yet, or be empty")
-    parser.add_argument(
-        "--formats",
-        type=_formats,
-        default=None,
-        help="gguf, safetensors-package, coreml (default: what the model allows)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default=None,
-        help="f32, f16, bf16, q8_0, int8, of generators also q6_k, q5_k_m, q4_k_m; or per format: "
-        "gguf=f16,safetensors-package=f32+int8",
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, default=None, help="of a GGUF: its own tokenizer.json, where it can't be written"
-    )
-    parser.add_argument("--name", default=None, help="model id (default: OUT's name)")
-    parser.add_argument("--task", choices=("embed", "rerank", "generate"), help="where the checkpoint doesn't say it")
-    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="where the checkpoint doesn't say it")
-    parser.add_argument("--max-tokens", type=count, default=None, help="longest row served, at most the position table")
+    parser.description = f"{parser.description}\nFamilies: {', '.join((*FAMILIES, *RELATIVES))}."
+    parser.option("checkpoint", "CHECKPOINT", "folder with config.json, owner/name on the hub, or a .gguf")
+    parser.option("out", "OUT", "bundle folder to make; must not exist yet, or be empty", type=Path)
+    formats = "gguf, safetensors-package, coreml (default: what the model allows)"
+    parser.option("--formats", "FORMAT,…", formats, type=_formats)
+    parser.option("--dtype", "DTYPE", _DTYPE)
+    own = "of a GGUF: its own tokenizer.json, where it can't be written"
+    parser.option("--tokenizer", "FILE", own, type=Path)
+    parser.option("--name", "NAME", "model id (default: OUT's name)")
+    parser.add_argument("--task", choices=("embed", "rerank", "generate"), help=_UNSAID)
+    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help=_UNSAID)
+    parser.option("--max-tokens", "N", "longest row served, at most the position table", type=count)
     parser.add_argument("--score", choices=("sigmoid", "identity"), help="what the host applies to rerank logits")
-    parser.add_argument(
-        "--fixtures", action="store_true", help="compute reference fixtures with transformers (extra 'reference')"
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle already")
-    parser.examples(
-        """
-        synapse build ./all-MiniLM-L6-v2 ./minilm
-        synapse build BAAI/bge-small-en-v1.5 ./bge
-        synapse build ./Qwen2.5-7B-Instruct-Q4_K_M.gguf ./qwen
-        synapse build ./my-reranker ./bundle --formats gguf --dtype q8_0
-        synapse build ./e5 ./bundle --dtype gguf=f16+bf16,safetensors-package=f32 --pooling mean
-        """
-    )
+    parser.flag("--fixtures", help="compute reference fixtures with transformers (extra 'reference')")
+    parser.flag("--force", help="replace OUT if it is a bundle already")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb; return the exit code."""
     out: Path = places.expanded(args.out)
     _check_target(out, force=args.force)
-    folder, source = places.expanded(Path(args.checkpoint)), None
+    folder, source = places.expanded(Path(args.checkpoint)), ""
     if folder.is_file():
         return _of_gguf(args, folder, out, console)
     if args.tokenizer is not None:
         raise InvalidRequest("--tokenizer is for a GGUF; a checkpoint is built with its own tokenizer.json")
     if hub.is_name(args.checkpoint):
         console.note(f"fetching {args.checkpoint}")
-        folder, source = (fetched := hub.fetch(args.checkpoint, bars=console.bars)).folder, fetched.source
+        folder, source = hub.fetch(args.checkpoint, bars=console.bars)
     checkpoint = Checkpoint.open(folder, task=args.task)
     formats = args.formats or _possible(checkpoint)
     limit = checkpoint.config["max_position_embeddings"]
@@ -131,17 +120,12 @@ def _of_gguf(args: argparse.Namespace, file: Path, out: Path, console: Console) 
 
 
 def _said(bundle: Bundle, notes: Sequence[str], console: Console) -> int:
-    console.document(
-        {
-            "bundle": str(bundle.root),
-            "manifest_digest": bundle.digest,
-            "artifacts": [
-                {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
-                for a in bundle.manifest.artifacts
-            ],
-            "notes": list(notes),
-        }
-    )
+    artifacts = [
+        {"format": a.format, "path": a.path, "digest": a.digest, "bytes": a.bytes, "dtype": a.dtype}
+        for a in bundle.manifest.artifacts
+    ]
+    made = {"bundle": str(bundle.root), "manifest_digest": bundle.digest}
+    console.document({**made, "artifacts": artifacts, "notes": list(notes)})
     console.line(f"{bundle.root}  {bundle.manifest.family} {bundle.manifest.task}, manifest {bundle.digest[:12]}")
     for artifact in bundle.manifest.artifacts:
         console.line(f"  {artifact.format:<20} {artifact.dtype:<5} {artifact.bytes:>12,} bytes  {artifact.path}")
@@ -193,11 +177,9 @@ def _overrides(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, An
 
 
 def _check_target(out: Path, *, force: bool) -> None:
-    if not out.exists():
-        return
-    if not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise InvalidRequest(f"{out} is a file; name a folder that doesn't exist yet")
-    if not any(out.iterdir()):
+    if not out.exists() or not any(out.iterdir()):
         return
     if not (out / "manifest.json").exists():
         raise InvalidRequest(f"{out} is not empty and not a bundle; name a folder that doesn't exist yet")

@@ -1,6 +1,14 @@
-"""``synapse certify``: does this lane give the right numbers on this machine, and does it run where it should?
+"""Run a lane's model over its reference probes on a fresh worker, through the normal serving path; compare.
+Writes an evidence document (JSON) and a page (HTML). A lane that passes gets a certificate, one that fails loses it;
+--min-placement-share only asks, and changes neither. Exit code 0 certified, 1 not.
+--all: every installed model on every engine that this machine can run, each kind of machine in a folder of its own.
+--recheck computes the verdict of a document again, on any machine and without a worker.
 
-``synapse certificates`` lists what is certified here, how old that is, and what voids it.
+Examples:
+  synapse certify embed --model minilm
+  synapse certify rerank --model ms-marco --engine llama-cpu --out evidence --json
+  synapse certify --all
+  synapse certify --recheck evidence/embed-llama-cpu-minilm-cd3807a8.json
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from synapse_host.certification.report import ORIGINS, SIGNS, row_of
 from synapse_host.certification.run import CarriedOut, Order
 from synapse_host.cli.console import Console
 from synapse_host.cli.operate import duration
-from synapse_host.cli.parser import Parser, UsageError
+from synapse_host.cli.parser import Parser, UsageError, share
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of, config_of, model_name, run_orderly
 from synapse_host.errors import EXIT_FAILED, EXIT_OK, SynapseError
 from synapse_host.models import catalogue
@@ -34,50 +42,28 @@ from synapse_host.models.bundles import readable
 from synapse_host.placement import hardware
 from synapse_host.placement.matrix import load
 
+_CERTIFICATES = """List the certificates of this machine, each judged now as a host judges it when a worker starts: does
+its verdict follow from its measurements under the matrix, and was nothing changed that changes numbers?
+
+Examples:
+  synapse certificates
+  synapse certificates --json
+"""
+
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
     if parser.verb == "certificates":
-        parser.description = (
-            "List the certificates of this machine, each judged now as a host judges it when a worker starts: does\n"
-            "its verdict follow from its measurements under the matrix, and was nothing changed that changes numbers?"
-        )
-        parser.examples("synapse certificates\nsynapse certificates --json")
+        parser.describe(_CERTIFICATES)
         return
-    parser.description = (
-        "Run a lane's model over its reference probes on a fresh worker, through the normal serving path; compare.\n"
-        "Writes an evidence document (JSON) and a page (HTML). A lane that passes gets a certificate, one that fails\n"
-        "loses it; --min-placement-share only asks, and changes neither. Exit code 0 certified, 1 not.\n"
-        "--all: every installed model on every engine that this machine can run, each kind of machine in a folder of\n"
-        "its own. --recheck computes the verdict of a document again, on any machine and without a worker."
-    )
-    parser.examples("""
-        synapse certify embed --model minilm
-        synapse certify rerank --model ms-marco --engine llama-cpu --out evidence --json
-        synapse certify --all
-        synapse certify --recheck evidence/embed-llama-cpu-minilm-cd3807a8.json
-    """)
-    parser.add_argument("lane", nargs="?", metavar="LANE", help="lane of the matrix")
-    parser.add_argument("--model", metavar="M", help="bundle name or folder (default: the lane's default model)")
-    parser.add_argument("--engine", metavar="E", help="this engine of the lane instead of the first that fits")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("evidence"), help="folder (default: evidence)")
-    parser.add_argument("--all", action="store_true", help="every installed model on every engine that runs here")
-    parser.add_argument("--recheck", type=Path, metavar="FILE", help="compute a document's verdict again")
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of evidence documents")
-    parser.add_argument(
-        "--min-placement-share", type=share, metavar="X", help="ask with this share of operations on the Neural Engine"
-    )
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
+    parser.option("lane", "LANE", "lane of the matrix", nargs="?")
+    parser.option("--model", "M", "bundle name or folder (default: the lane's default model)")
+    parser.option("--engine", "E", "this engine of the lane instead of the first that fits")
+    parser.option("--out", "DIR", "folder (default: evidence)", type=Path, default=Path("evidence"))
+    parser.flag("--all", help="every installed model on every engine that runs here")
+    parser.option("--recheck", "FILE", "compute a document's verdict again", type=Path)
+    parser.flag("--schema", help="print the JSON Schema of evidence documents")
+    parser.option("--min-placement-share", "X", "ask with this share of operations on the Neural Engine", type=share)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -86,9 +72,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _certificates(args, console)
     wanted = [args.lane is not None, args.all, args.recheck is not None, args.schema]
     if sum(wanted) != 1:
-        raise UsageError(
-            "name a lane, or give one of --all, --recheck and --schema, and not both. See: synapse certify --help"
-        )
+        either = "name a lane, or give one of --all, --recheck and --schema, and not both"
+        raise UsageError(f"{either}. See: synapse certify --help")
     if args.schema:
         # The schema is the document, with --json and without.
         print(json.dumps(documents.json_schema(), indent=2))
@@ -104,32 +89,20 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     source = args.model or (DEFAULT_MODELS[lane.task] if lane else None)
     if source is None:
         raise UsageError(f"no lane {args.lane!r} (have: {', '.join(matrix.lanes)}). See: synapse matrix explain")
-    order = Order(
-        lane=args.lane,
-        model=model_name(source),
-        bundle=bundle_of(source, args, console),
-        engine=args.engine,
-        min_placement_share=args.min_placement_share,
-    )
-    with console.stages(f"certifying {args.lane} · {order.model}", rows=True) as progress:
+    asked = {"engine": args.engine, "min_placement_share": args.min_placement_share}
+    order = Order(lane=args.lane, model=model_name(source), bundle=bundle_of(source, args, console), **asked)
+    with console.stages(f"certifying {args.lane} · {order.model}", unit="probes") as progress:
         done = run_orderly(runs.carry_out(order, matrix, args.out, config_of(args), progress=progress))
     evidence = done.evidence
-    console.document(
-        {
-            **_outcome(done),
-            "gates": msgspec.to_builtins(evidence.gates),
-            "report": str(done.page),
-            "precision": evidence.precision,
-            "reported": evidence.reported,
-        }
-    )
+    measured = {"gates": msgspec.to_builtins(evidence.gates), "reported": evidence.reported}
+    about = {"report": None if done.page is None else str(done.page), "precision": evidence.precision}
+    console.document({**_outcome(done), **measured, **about})
     _page(evidence, console)
     # A certified run whose certificate no host would take is no success.
     good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
-    mark = _mark(good, console)
-    console.line(f"{mark}  {done.document}")
-    console.line(f"      report: {done.page}")
-    console.hang("      ", _standing(done.certificate, evidence), 6)
+    console.line(f"{_mark(good, console)}  {done.document}")
+    console.line(f"      report: {done.page or 'none without jinja2: pip install synapse-workers[chat]'}")
+    console.hang("      ", f"certificate: {_standing(done.certificate, evidence)}", 6)
     return EXIT_OK if good else EXIT_FAILED
 
 
@@ -149,12 +122,10 @@ def _outcome(done: CarriedOut) -> dict[str, Any]:
 def _standing(certificate: Certificate | None, evidence: Evidence) -> str:
     """Say what the run means for the lane."""
     if certificate is None:
-        return "certificate: unchanged; this run asked another question than the matrix does"
+        return "unchanged; this run asked another question than the matrix does"
     if certificate.valid:
-        return f"certificate: {certificate.path}"
-    if evidence.verdict == "certified":
-        return f"certificate: not valid: {'; '.join(certificate.why)}"
-    return f"certificate: {'; '.join(certificate.why)}"
+        return str(certificate.path)
+    return f"{'not valid: ' if evidence.verdict == 'certified' else ''}{'; '.join(certificate.why)}"
 
 
 def _all(args: argparse.Namespace, console: Console) -> int:
@@ -171,9 +142,8 @@ def _all(args: argparse.Namespace, console: Console) -> int:
         with console.stages(f"{number} of {len(found)}: {order.lane} · {order.engine} · {order.model}") as progress:
             try:
                 carried = runs.carry_out(order, wide, args.out, config_of(args), by_machine=True, progress=progress)
-                done = run_orderly(carried)
-                row = _outcome(done)
-                said = f"{done.document}" if not row["reasons"] else ", ".join(row["reasons"])
+                row = _outcome(run_orderly(carried))
+                said = ", ".join(row["reasons"]) or row["evidence"]
             except SynapseError as exc:
                 row = {"verdict": "error", "evidence": None, "reasons": [exc.code], "lane": order.lane}
                 row |= {"engine": order.engine, "model": order.model, "certificate": None}
@@ -182,9 +152,10 @@ def _all(args: argparse.Namespace, console: Console) -> int:
         good = row["verdict"] == "certified" and row["certificate"] is not None
         console.hang(f"{_mark(good, console)}  ", f"{order.lane} · {order.engine} · {order.model}   {said}", 6)
     certified = sum(row["certificate"] is not None for row in rows)
-    console.document({"verdict": "certified" if certified == len(rows) else "uncertified", "runs": rows})
+    good = 0 < certified == len(rows)
+    console.document({"verdict": "certified" if good else "uncertified", "runs": rows})
     console.line(f"{certified} of {len(rows)} certified. See them: synapse certificates")
-    return EXIT_OK if rows and certified == len(rows) else EXIT_FAILED
+    return EXIT_OK if good else EXIT_FAILED
 
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
@@ -193,17 +164,9 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     bundle = next((one for one in installed if one.digest == recorded.model.manifest_digest), None)
     found = recheck(args.recheck, load(args.matrix), bundle=bundle, share=args.min_placement_share)
     evidence = found.evidence
-    verdict = evidence.verdict if not found.problems else "refused"
-    console.document(
-        {
-            "verdict": verdict,
-            "evidence": str(args.recheck),
-            "gates": msgspec.to_builtins(evidence.gates),
-            "problems": found.problems,
-            "reasons": evidence.reasons,
-            "bundle": None if bundle is None else str(bundle.root),
-        }
-    )
+    verdict = {"verdict": "refused" if found.problems else evidence.verdict, "evidence": str(args.recheck)}
+    why = {"problems": found.problems, "reasons": evidence.reasons, "gates": msgspec.to_builtins(evidence.gates)}
+    console.document({**verdict, **why, "bundle": None if bundle is None else str(bundle.root)})
     _page(evidence, console)
     for problem in found.problems:
         console.line(f"  {problem}")
@@ -216,12 +179,15 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK if found.certified else EXIT_FAILED
 
 
-def _mark(passed: bool, console: Console) -> str:
-    return console.style("PASS", "green", "bold") if passed else console.style("FAIL", "red", "bold")
+def _mark(passed: bool, console: Console, word: str = "PASS") -> str:
+    return console.style(word, "green") if passed else console.style("FAIL", "red", "bold")
 
 
 def _page(evidence: Evidence, console: Console) -> None:
-    _title(evidence, console)
+    model, wanted = evidence.model, evidence.fixture.probes if evidence.fixture else 0
+    asked = len(evidence.tokens) if evidence.inputs is not None else 0  # how far the run came
+    what = f"{evidence.lane} · {evidence.engine.id} · {model.name} {model.dtype}"
+    console.hang("", f"certifying {what} (manifest {model.manifest_digest[:4]}…)   {asked}/{wanted} probes", 0)
     sections = [group.section for group in GROUPS.values()]
     ordered = sorted(evidence.gates, key=lambda gate: sections.index(GROUPS[gate.group].section))
     for section, group in groupby(ordered, lambda gate: GROUPS[gate.group].section):
@@ -229,13 +195,13 @@ def _page(evidence: Evidence, console: Console) -> None:
         # In one line what is as it should be and has no number to look at; what fails has a row of its own.
         if section != "quality" and all(gate.passed for gate in gates):
             said = _setting(evidence) if section == "setting" else " · ".join(map(_placed, gates))
-            console.hang(f"  {section:<11} ", f"{said}   {_word(True, console)}", 14)
+            console.hang(f"  {section:<11} ", f"{said}   {_mark(True, console, 'pass')}", 14)
         else:
             for gate in gates:
                 bound = f"{SIGNS[gate.comparison]} {_threshold(gate)}"
-                label = rule_of(gate.name, evidence.model.task).label
-                value = f"{label:<20} {_value(gate):<10} {bound:<10}"
-                console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {_word(gate.passed, console)}")
+                label = rule_of(gate.name, model.task).label
+                value, word = f"{label:<20} {_value(gate):<10} {bound:<10}", _mark(gate.passed, console, "pass")
+                console.line(f"  {'' if gate is not gates[0] else section:<11} {value} {word}")
     if not evidence.placement_required:
         console.line(f"  {'placement':<11} not required on this engine")
     if evidence.reported:
@@ -246,14 +212,6 @@ def _page(evidence: Evidence, console: Console) -> None:
         console.line("  No reference fixtures (reference_fixture_missing). Make them: synapse build --fixtures")
     if evidence.fault is not None:
         console.line(f"  {evidence.fault.stage}: {evidence.fault.message}")
-
-
-def _title(evidence: Evidence, console: Console) -> None:
-    """Print what was certified, and how far the run came."""
-    model, wanted = evidence.model, evidence.fixture.probes if evidence.fixture else 0
-    asked = len(evidence.tokens) if evidence.inputs is not None else 0
-    title = f"certifying {evidence.lane} · {evidence.engine.id} · {model.name} {model.dtype} "
-    console.hang("", f"{title}(manifest {model.manifest_digest[:4]}…)   {asked}/{wanted} probes", 0)
 
 
 def _setting(evidence: Evidence) -> str:
@@ -268,10 +226,6 @@ def _placed(gate: Gate) -> str:
     word = rule_of(gate.name).label
     number = f"{_value(gate)}{word}" if gate.name == "speedup" else f"{word} {_value(gate)}"
     return f"{number} {SIGNS[gate.comparison]} {_threshold(gate)}"
-
-
-def _word(passed: bool, console: Console) -> str:
-    return console.style("pass", "green") if passed else console.style("FAIL", "red", "bold")
 
 
 def _value(gate: Gate) -> str:

@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 from synapse_host.errors import Interrupted, SynapseError
@@ -25,6 +24,7 @@ STEERING: Final = {
 }
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _NARROWEST: Final = 20
+_LONGEST: Final = 90
 _TAIL_LINES: Final = 8
 _DUMP: Final = re.compile(
     r"Fatal Python error|Current thread|Thread 0x|\s*File \".*\", line \d+|Extension modules:|<no Python frame>"
@@ -55,10 +55,6 @@ class Console:
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self._mark = f"\x1b{secrets.token_hex(8)}["
-        self.configure(json=json, quiet=quiet)
-
-    def configure(self, *, json: bool, quiet: bool) -> None:
-        """Apply the parsed flags."""
         self.json = json
         self.quiet = quiet
         plain = bool(os.environ.get("NO_COLOR")) or json or os.environ.get("TERM") == "dumb"
@@ -83,12 +79,14 @@ class Console:
 
     def hang(self, lead: str, text: str, indent: int) -> None:
         """Print *lead*, *indent* columns wide, and *text*; a terminal too narrow for it goes on below the text."""
-        self.line(lead + "\n".ljust(indent + 1).join(self.wrapped(text, indent)))
-
-    def wrapped(self, text: str, indent: int) -> list[str]:
-        """Return *text* in lines that fit beside an indent; one line off a terminal."""
         room = self.width() - indent
-        return textwrap.wrap(text, room, break_on_hyphens=False) or [""] if room >= _NARROWEST else [text]
+        wrapped = textwrap.wrap(text, room, break_on_hyphens=False) if text and room >= _NARROWEST else [text]
+        self.line(lead + "\n".ljust(indent + 1).join(wrapped))
+
+    def ranked(self, place: int, score: float, text: str) -> None:
+        """Print one line of a ranking: place, score and the beginning of a text."""
+        lead, words = f"{place:>3}  {score:.4f}  ", " ".join(text.split())
+        self.hang(lead, words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…", len(lead))
 
     def width(self) -> int:
         """Return the terminal's columns; 0 where nobody looks, and nothing is to be wrapped."""
@@ -122,36 +120,33 @@ class Console:
     @contextmanager
     def bar(self, label: str, total: int, *, unit: str) -> Iterator[Callable[[int], None]]:
         """Show a progress bar on stderr while the block runs and yield what advances it; silent off a terminal."""
-        if not self.bars:
-            yield lambda amount: None
-            return
-        from rich import progress as rich
+        with self.stages(label, unit=unit) as report:
+            done = 0
 
-        columns = (
-            rich.TextColumn("{task.description}", markup=False),
-            rich.BarColumn(bar_width=24),
-            rich.TaskProgressColumn(),
-            rich.TextColumn(f"{{task.completed:,.0f}} {unit}"),
-            rich.TimeRemainingColumn(),
-        )
-        with rich.Progress(*columns, console=_stderr(), transient=True) as shown:
-            yield partial(shown.advance, shown.add_task(printable(label), total=total))
+            def advance(amount: int) -> None:
+                nonlocal done
+                done += amount
+                report("", done, total)
+
+            yield advance
 
     @contextmanager
-    def stages(self, label: str, *, rows: bool = False) -> Iterator[Stages]:
-        """Show the progress of a job that reports its stages, in bytes or *rows*; silent off a terminal."""
+    def stages(self, label: str, *, unit: str | None = None) -> Iterator[Stages]:
+        """Show the progress of a job that reports its stages, in bytes or in *unit*; silent off a terminal."""
         if not self.bars:
             yield lambda stage, done, total: None
             return
         from rich import progress as rich
 
-        counted = [rich.MofNCompleteColumn()] if rows else [rich.DownloadColumn(), rich.TimeRemainingColumn()]
-        columns = (rich.TextColumn("{task.description:<24}", markup=False), rich.BarColumn(bar_width=24), *counted)
+        counted = [rich.MofNCompleteColumn(), rich.TextColumn(unit)] if unit else [rich.DownloadColumn()]
+        name = rich.TextColumn("{task.description:<24}", markup=False)
+        columns = (name, rich.BarColumn(bar_width=24), *counted, rich.TimeRemainingColumn())
         with rich.Progress(*columns, console=_stderr(), transient=True) as shown:
             task = shown.add_task(printable(label), total=None)
 
             def report(stage: str, done: int, total: int) -> None:
-                shown.update(task, description=printable(f"{label}: {stage}"), completed=done, total=total or None)
+                words = printable(f"{label}: {stage}" if stage else label)
+                shown.update(task, description=words, completed=done, total=total or None)
 
             yield report
 

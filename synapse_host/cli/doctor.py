@@ -1,4 +1,11 @@
-"""``synapse doctor``: what this machine can run, what is wrong, and the line that fixes it."""
+"""Probe every engine of the matrix in a throw-away child and check the machine around them: versions, threads, memory,
+disk, descriptors, socket paths, installed packages, bundles and their digests. Exit code 1 when something has to be
+fixed.
+
+Examples:
+  synapse doctor
+  synapse doctor --json
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,6 @@ import argparse
 from typing import Final
 
 from synapse_host import doctor
-from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser
 from synapse_host.doctor import Report
@@ -18,16 +24,7 @@ GB: Final = 1024**3
 
 
 def configure(parser: Parser) -> None:
-    """Add the verb's arguments."""
-    parser.description = (
-        "Probe every engine of the matrix in a throw-away child and check the machine around them: versions, threads,\n"
-        "memory, disk, descriptors, socket paths, installed packages, bundles and their digests. Exit code 1 when\n"
-        "something has to be fixed."
-    )
-    parser.examples("""
-        synapse doctor
-        synapse doctor --json
-    """)
+    """Add nothing: the verb has no arguments of its own."""
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -36,7 +33,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with console.stages("examining"):
         report = doctor.examine(
             matrix,
-            host_version=host_version(),
             models_dir=None if args.models_dir is None else catalogue.models_dir(args.models_dir),
             runtime_dir=args.runtime_dir,
             # Its threads are waited for, whatever ends the command.
@@ -50,12 +46,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _page(report: Report, console: Console) -> None:
     host = report.host
     quota = f" (quota {host['quota']:.1f})" if host["quota"] is not None else ""
-    console.hang(
-        "",
-        f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']} · "
-        f"{host['cores']} cores{quota} · {host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free",
-        0,
-    )
+    about = f"synapse {host['version']} · {host['os']} {host['arch']} · Python {host['python']}"
+    memory = f"{host['ram_bytes'] / GB:.1f} GB RAM, {host['ram_free_bytes'] / GB:.1f} free"
+    console.hang("", f"{about} · {host['cores']} cores{quota} · {memory}", 0)
     console.line()
     width = max(len(engine.id) for engine in report.engines) + 2
     words = {"ok": console.style("ok  ", "green"), "passed_over": "--  ", "failed": console.style("no  ", "yellow")}
@@ -78,9 +71,5 @@ def _page(report: Report, console: Console) -> None:
     if not failures and not warnings:
         console.line("Nothing to fix.")
         return
-    code = EXIT_FAILED if failures else EXIT_OK
-    console.line(f"{_counted(failures, 'failure')}, {_counted(warnings, 'warning')}. Exit {code}.")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    counted = [f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in ((failures, "failure"), (warnings, "warning"))]
+    console.line(f"{', '.join(counted)}. Exit {EXIT_FAILED if failures else EXIT_OK}.")

@@ -1,4 +1,12 @@
-"""``synapse embed``: texts from the command line, files or stdin; vectors to stdout or a resumable file."""
+"""Embed texts: one vector per text, in input order. The model's task picks the lane; the lane's first engine that fits
+this machine serves it (synapse matrix explain embed).
+
+Examples:
+  synapse embed 'The cat sat on the mat.' 'Rates rose on Tuesday.'
+  synapse embed --file corpus.jsonl --out corpus.npy
+  synapse embed --file notes/ --chunk 200:20 --out notes.parquet
+  cat lines.txt | synapse embed --json
+"""
 
 from __future__ import annotations
 
@@ -9,83 +17,51 @@ from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, count
-from synapse_host.cli.session import OWN_HOST, left, limited, model_name, reading, run_host, serving_options, watched
+from synapse_host.cli.session import READING, left, limited, model_name, run_host, serving_options, watched
 from synapse_host.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from synapse_host.bulk.embedding import Block, Policy
+    from synapse_host.bulk import Policy
+    from synapse_host.bulk.embedding import Block
     from synapse_host.host import Host
 
 NOTHING: Final = "nothing to embed: give texts or --file F. See: synapse embed --help"
 
+_FILE: Final = (
+    '.jsonl (a JSON string or {"id"?, "text"} a line), .txt (one text a line), .csv, .parquet, .md (one text), a '
+    "folder of these, or - for stdin"
+)
+_RAY: Final = (
+    "run on Ray: on this machine, or on the cluster at ADDRESS (auto: the one that runs here); --file may be a pattern "
+    "or a URI (s3://…), --out is a folder of parquet parts"
+)
+_PROMPT: Final = (
+    "a prompt of the model, put before each text (default: the model's own choice; none: no prompt; which there are: "
+    "synapse models show M)"
+)
+
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = (
-        "Embed texts: one vector per text, in input order. The model's task picks the lane; the lane's first engine\n"
-        "that fits this machine serves it (synapse matrix explain embed).\n"
-        f"{OWN_HOST}"
-    )
-    parser.examples("""
-        synapse embed 'The cat sat on the mat.' 'Rates rose on Tuesday.'
-        synapse embed --file corpus.jsonl --out corpus.npy
-        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
-        cat lines.txt | synapse embed --json
-    """)
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
-    parser.add_argument(
-        "--file",
-        metavar="F",
-        help='.jsonl (a JSON string or {"id"?, "text"} a line), .txt (one text a line), .csv, .parquet, .md (one '
-        "text), a folder of these, or - for stdin",
-    )
-    parser.add_argument("--column", default="text", metavar="C", help="where a table has its texts (default: text)")
+    parser.option("texts", "TEXT", "texts to embed", nargs="*")
+    parser.option("--file", "F", _FILE)
+    parser.option("--column", "C", "where a table has its texts (default: text)", default="text")
     serving_options(parser, "embed")
-    parser.add_argument(
-        "--out",
-        metavar="F",
-        help="write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop",
+    parser.option(
+        "--out", "F", "write float32 (n, dims) to F.npy, or ids and vectors to F.parquet; resumes after a stop"
     )
-    parser.add_argument(
-        "--require-certificate",
-        action="store_true",
-        help="only on an engine that is certified for the model on this machine; with --ray on every machine",
-    )
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="local",
-        metavar="ADDRESS",
-        help="run on Ray: on this machine, or on the cluster at ADDRESS (auto: the one that runs here); --file may be "
-        "a pattern or a URI (s3://…), --out is a folder of parquet parts",
-    )
-    _policy_options(parser)
-
-
-def _policy_options(parser: Parser) -> None:
-    """Add what :func:`_policy` reads."""
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long; what was cut is listed")
-    parser.add_argument(
-        "--prompt",
-        metavar="NAME",
-        help="a prompt of the model, put before each text (default: the model's own choice; none: no prompt; which "
-        "there are: synapse models show M)",
-    )
+    certified = "only on an engine that is certified for the model on this machine; with --ray on every machine"
+    parser.flag("--require-certificate", help=certified)
+    parser.option("--ray", "ADDRESS", _RAY, nargs="?", const="local")
+    parser.flag("--truncate", help="cut texts that are too long; what was cut is listed")
+    parser.option("--prompt", "NAME", _PROMPT)
     short = "only the first N numbers of each vector, for a model trained for it (Matryoshka)"
-    parser.add_argument("--dimensions", type=count, metavar="N", help=short)
-    parser.add_argument("--chunk", metavar="N[:M]", help="cut texts into chunks of N tokens, M of them shared")
-    parser.add_argument(
-        "--empty",
-        choices=("error", "skip", "zero"),
-        default="error",
-        help="an empty text: refuse it, leave it out, or give it zeros (default: error)",
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a bad text: stop, or leave it out and list it in F.errors.jsonl (needs --out; default: stop)",
-    )
+    parser.option("--dimensions", "N", short, type=count)
+    parser.option("--chunk", "N[:M]", "cut texts into chunks of N tokens, M of them shared")
+    empty = "an empty text: refuse it, leave it out, or give it zeros (default: error)"
+    parser.add_argument("--empty", choices=("error", "skip", "zero"), default="error", help=empty)
+    bad = "a bad text: stop, or leave it out and list it in F.errors.jsonl (needs --out; default: stop)"
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=bad)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -109,7 +85,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from synapse_host.text.validate import absolute
 
     policy = _policy(args)
-    with reading(args):
+    with limited(args, READING):
         found = list(policy.entries(Corpus.of(args.file or args.texts, column=args.column), None, None))
     if not found:
         raise UsageError(f"{args.file} holds no text" if args.file not in (None, "-") else NOTHING)
@@ -152,22 +128,13 @@ def _on_ray(args: argparse.Namespace, console: Console) -> int:
 
     if not args.file or args.file == "-" or args.out is None:
         raise UsageError("--ray needs --file (a file, folder, pattern or URI) and --out (a folder)")
-    with limited(left(args), "the corpus was embedded", of=args.deadline):
-        document = embed_on_ray(
-            args.file,
-            args.out,
-            args.model,
-            policy=_policy(args),
-            column=args.column,
-            address=None if args.ray == "local" else args.ray,
-            display=console,
-            interactive=console.bars and console.interactive,  # Ray's bar is one for stdout
-            lane=args.lane,
-            engine=args.engine,
-            matrix=None if args.matrix is None else str(args.matrix),
-            models_dir=None if args.models_dir is None else str(args.models_dir),
-            require_certificate=args.require_certificate,
-        )
+    paths = {name: str(path) for name in ("matrix", "models_dir") if (path := getattr(args, name)) is not None}
+    address = None if args.ray == "local" else args.ray
+    embedder = {"lane": args.lane, "engine": args.engine, "require_certificate": args.require_certificate, **paths}
+    how = {"policy": _policy(args), "column": args.column, "address": address, **embedder}
+    interactive = console.bars and console.interactive  # Ray's bar is one for stdout
+    with limited(args, "the corpus was embedded"):
+        document = embed_on_ray(args.file, args.out, args.model, display=console, interactive=interactive, **how)
     console.document(document)
     if document["skipped"]:
         console.note(f"{document['skipped']} left out: {args.out}/errors.jsonl says which and why")
@@ -182,24 +149,21 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     policy, out = _policy(args), Path(args.out)
     place(out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
-    with reading(args):
+    with limited(args, READING):
         corpus = Corpus.of(args.file or args.texts, column=args.column)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:
-        return await embed_file(
-            host, model, corpus, out, policy=policy, lane=args.lane, deadline=left(args), display=console
-        )
+        options = {"policy": policy, "lane": args.lane, "deadline": left(args), "display": console}
+        return await embed_file(host, model, corpus, out, **options)
 
     document = run_host(args, console, {model: args.model}, work)
     console.document(document)
     _remarks(document["truncated"], console, model)
     if document["skipped"]:
         console.note(f"{document['skipped']} left out: {args.out}.errors.jsonl says which and why")
-    console.line(
-        f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['engine']}, "
-        f"{document['texts_per_s']:.0f} texts/s, {document['tokens_per_s']:.0f} tokens/s"
-    )
+    speed = f"{document['texts_per_s']:.0f} texts/s, {document['tokens_per_s']:.0f} tokens/s"
+    console.line(f"{document['n']} x {document['dims']} float32 -> {args.out}   {document['engine']}, {speed}")
     return EXIT_OK
 
 

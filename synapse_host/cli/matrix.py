@@ -1,4 +1,13 @@
-"""``synapse matrix check|explain|schema``: is hw_matrix.yaml valid, and which engine does a lane get here, and why."""
+"""check: validate the matrix; an error names file, line, column, key and the nearest valid one.
+explain: per lane the chosen engine, and why each other one was passed over on this machine.
+schema: the file's JSON Schema, for an editor.
+
+Examples:
+  synapse matrix check
+  synapse matrix check --matrix my_matrix.yaml
+  synapse matrix explain embed
+  synapse matrix schema
+"""
 
 from __future__ import annotations
 
@@ -23,24 +32,9 @@ from synapse_host.placement.select import Considered, Placement, select
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = (
-        "check: validate the matrix; an error names file, line, column, key and the nearest valid one.\n"
-        "explain: per lane the chosen engine, and why each other one was passed over on this machine.\n"
-        "schema: the file's JSON Schema, for an editor."
-    )
-    parser.examples("""
-        synapse matrix check
-        synapse matrix check --matrix my_matrix.yaml
-        synapse matrix explain embed
-        synapse matrix schema
-    """)
-    parser.add_argument(
-        "action", choices=["check", "explain", "schema"], metavar="check|explain|schema", help="what to do"
-    )
-    parser.add_argument("lane", nargs="?", metavar="LANE", help="one lane (default: all)")
-    parser.add_argument(
-        "--model", metavar="M", help="explain for this bundle (default: the lane's default model, if installed)"
-    )
+    parser.option("action", "check|explain|schema", "what to do", choices=["check", "explain", "schema"])
+    parser.option("lane", "LANE", "one lane (default: all)", nargs="?")
+    parser.option("--model", "M", "explain for this bundle (default: the lane's default model, if installed)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -56,10 +50,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     lanes = [matrix.lanes[args.lane]] if args.lane else list(matrix.lanes.values())
     if args.action == "check":
         console.document({"matrix": str(matrix.path), "lanes": [_listed(lane) for lane in lanes]})
-        console.line(
-            f"{matrix.name}: ok, {len(matrix.hardware)} hardware classes, {len(matrix.engines)} engines, "
-            f"{len(matrix.lanes)} lanes"
-        )
+        size = f"{len(matrix.hardware)} hardware classes, {len(matrix.engines)} engines, {len(matrix.lanes)} lanes"
+        console.line(f"{matrix.name}: ok, {size}")
         return EXIT_OK
     return _explain(matrix, lanes, args, console)
 
@@ -82,14 +74,9 @@ def _explain(matrix: HardwareMatrix, lanes: list[Lane], args: argparse.Namespace
         speeds = speeds_here(matrix, [bundle] if bundle else [], profile)
         placement = select(matrix, lane_id=lane.id, profile=replace(profile, speeds=speeds), bundle=bundle)
         missing = missing or placement.engine is None
-        documents.append(
-            {
-                "lane": lane.id,
-                "model": bundle.manifest.model_id if bundle else None,
-                "placement": placement.engine,
-                "considered": [item.to_dict() for item in placement.considered],
-            }
-        )
+        considered = [item.to_dict() for item in placement.considered]
+        model = bundle.manifest.model_id if bundle else None
+        documents.append({"lane": lane.id, "model": model, "placement": placement.engine, "considered": considered})
         if number:
             console.line()
         _page(matrix, lane, placement, remark, console)
@@ -104,9 +91,8 @@ def _bundle(lane: Lane, args: argparse.Namespace, console: Console) -> tuple[Bun
         bundle = manifest.read(bundle_of(args.model, args, console))
         if bundle.manifest.task != lane.task:
             if args.lane:
-                raise BundleInvalid(
-                    f"{args.model} is a model to {bundle.manifest.task}, lane {lane.id} is to {lane.task}"
-                )
+                what = f"{args.model} is a model to {bundle.manifest.task}, lane {lane.id} is to {lane.task}"
+                raise BundleInvalid(what)
             return None, f"{args.model} is not for this task; formats not looked at"
         return bundle, ""
     name = DEFAULT_MODELS[lane.task]

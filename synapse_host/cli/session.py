@@ -36,6 +36,9 @@ OWN_HOST: Final = (
 )
 """What the help of a one-shot verb says about where it runs."""
 
+READING: Final = "the input was read"
+"""What :func:`limited` says of a deadline that passed while a command read what it was given."""
+
 PATIENCE_S: Final = 0.7
 REFRESH_S: Final = 0.2
 HURRY_S: Final = 10.0
@@ -45,17 +48,18 @@ T = TypeVar("T")
 
 
 def serving_options(parser: Parser, task: str) -> None:
-    """Add --model and --lane of a verb that serves *task*."""
+    """Add --model and --lane of a verb that serves *task*, and say where it runs."""
     model = DEFAULT_MODELS[task]
-    parser.add_argument("--model", default=model, metavar="M", help=f"bundle name or folder (default: {model})")
+    parser.option("--model", "M", f"bundle name or folder (default: {model})", default=model)
     lane_options(parser, task)
+    parser.description = f"{parser.description}\n{OWN_HOST}"
 
 
 def lane_options(parser: Parser, task: str) -> None:
     """Add --lane and --engine of a verb that serves *task*."""
-    parser.add_argument("--lane", metavar="L", help=f"lane of the matrix (default: {task})")
-    parser.add_argument("--local", action="store_true", help="use a host of the command's own, not the running server")
-    parser.add_argument("--engine", metavar="E", help="this engine of the lane instead of the first that fits")
+    parser.option("--lane", "L", f"lane of the matrix (default: {task})")
+    parser.flag("--local", help="use a host of the command's own, not the running server")
+    parser.option("--engine", "E", "this engine of the lane instead of the first that fits")
     parser.set_defaults(task=task)
 
 
@@ -70,21 +74,12 @@ def config_of(args: argparse.Namespace) -> HostConfig:
     return HostConfig(runtime_dir=args.runtime_dir, models_dir=args.models_dir, require_certificate=strict)
 
 
-def with_engine(config: HostConfig, args: argparse.Namespace, matrix: HardwareMatrix) -> HostConfig:
-    """Return the configuration with --engine of a work verb; without --lane this also chooses the lane."""
-    engine = getattr(args, "engine", None)
-    if engine is None:
-        return config
-    args.lane = args.lane or lane_with(matrix, args.task, engine)
-    return replace(config, engines={args.lane: engine})
-
-
 def bundle_of(name: str, args: argparse.Namespace, console: Console) -> Path:
     """Return a bundle's folder: a path, or a name in the models directory; a default model is made on first use."""
     path = catalogue.locate(name, args.models_dir)
     if path is None and name in catalogue.DEFAULTS:
         console.note(f"{name} is not installed yet; making its bundle once (later starts are offline and instant)")
-    with console.stages(name) as progress, limited(left(args), f"the bundle of {name} was made", of=args.deadline):
+    with console.stages(name) as progress, limited(args, f"the bundle of {name} was made"):
         return catalogue.obtain(name, args.models_dir, progress=progress).root
 
 
@@ -104,7 +99,11 @@ def run_host(
 
         return run_orderly(ask())
     matrix: HardwareMatrix = load_matrix(args.matrix)
-    config = with_engine(config_of(args), args, matrix)
+    config = config_of(args)
+    if args.engine is not None:
+        # Without --lane this chooses the lane as well.
+        args.lane = args.lane or lane_with(matrix, args.task, args.engine)
+        config = replace(config, engines={args.lane: args.engine})
     paths = {name: bundle_of(source, args, console) for name, source in models.items()}
 
     async def body() -> T:
@@ -113,7 +112,7 @@ def run_host(
         async with Host.open(matrix, paths, config) as host:
             if len(paths) > 1:
                 return await work(host)
-            starting = host.load(*paths, lane=getattr(args, "lane", None))  # the deadline is the work's
+            starting = host.load(*paths, lane=args.lane)  # the deadline is the work's
             return await _beside(starting, work(host))
 
     return run_orderly(body())
@@ -176,18 +175,13 @@ def left(args: argparse.Namespace) -> float | None:
     return max(0.001, end - time.monotonic())
 
 
-def reading(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """End the block that reads a command's input when --deadline passes."""
-    return limited(left(args), "the input was read", of=args.deadline)
-
-
 @contextlib.contextmanager
-def limited(seconds: float | None, what: str, *, of: float | None = None) -> Iterator[None]:
-    """End the block after *seconds* as Ctrl-C would, with DeadlineExceeded: "the deadline passed while *what*".
+def limited(args: argparse.Namespace, what: str) -> Iterator[None]:
+    """End the block when --deadline passes as Ctrl-C would, with DeadlineExceeded: "the deadline passed while *what*".
 
-    For work that has no deadline of its own; *of*: the whole deadline where *seconds* is what remains of it. One block
-    inside another changes nothing; Windows has no such timer.
+    For work that has no deadline of its own. One block inside another changes nothing; Windows has no such timer.
     """
+    seconds = left(args)
     possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     if seconds is None or not possible or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
@@ -204,7 +198,7 @@ def limited(seconds: float | None, what: str, *, of: float | None = None) -> Ite
     except KeyboardInterrupt:
         if time.monotonic() < end:
             raise
-        raise DeadlineExceeded(f"the deadline of {of or seconds:g} s passed while {what}") from None
+        raise DeadlineExceeded(f"the deadline of {args.deadline:g} s passed while {what}") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -1,19 +1,19 @@
 """What this machine can run and what is wrong with it, as findings that each carry their fix.
 
-Theory of operation. :func:`examine` first gathers the facts that take time, side by side: the machine's profile, every
-engine's floor asked anew (a cached answer may be what is wrong), foreign workers' floors, every worker's ``--version``
-line and the digests of the installed bundles. Each child has a time limit and runs alone, so one that hangs or crashes
-is a finding like any other. Then every check is a function from those facts to findings: `engines` looks at the
-matrix's engines and lanes, `machine` at this computer and at what killed hosts left, `models` at bundles and
-certificates. Nothing here raises for what it finds, changes anything or asks a running host. The order of the findings
-is the report's; the lanes come last, because they follow from the engines.
+Theory of operation. :func:`examine` first gathers the facts that take time, side by side: the machine's profile with
+every engine's floor asked anew (a cached answer may be what is wrong), foreign workers' floors, every worker's
+``--version`` line and the digests of the installed bundles. Each child has a time limit and runs alone, so one that
+hangs or crashes is a finding like any other. Then every check is a function from those facts to findings: `engines`
+looks at the matrix's engines and lanes, `machine` at this computer and at what killed hosts left, `models` at bundles
+and certificates. Nothing here raises for what it finds, changes anything or asks a running host. The order of the
+findings is the report's; the lanes come last, because they follow from the engines.
 """
 
 from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from synapse_host.doctor.machine import Finding, Severity
 from synapse_host.models import catalogue
 from synapse_host.placement import hardware, places
 from synapse_host.placement import probe as floors
+from synapse_host.placement.interpreter import VERSION
 from synapse_host.placement.matrix import HardwareMatrix
 from synapse_host.placement.places import NoHome, NoTemporary
 from synapse_host.worker import runtime_dir as remains
@@ -55,11 +56,8 @@ class Report:
 def examine(
     matrix: HardwareMatrix,
     *,
-    host_version: str,
     models_dir: Path | None = None,
     runtime_dir: Path | None = None,
-    cache_dir: Path | None = None,
-    data_dir: Path | None = None,
     probe_limit: float | None = None,
 ) -> Report:
     """Examine this machine against *matrix*; blocks for seconds at most, plus *probe_limit* where a probe hangs.
@@ -74,16 +72,12 @@ def examine(
             nowhere.append(Finding("home.missing", "warning", exc.message, "export HOME=/a/folder/of/this/user"))
     keys = hardware.floor_keys(matrix, matrix.engines)
     with ThreadPoolExecutor(WORKERS) as pool:
-        profile_job = pool.submit(hardware.detect)
-        cache = floors.FloorCache(cache_dir or hardware.default_cache_dir(), hardware.machine_id())
-        floor_job = pool.submit(floors.ask, keys, cache=cache, fresh=True, limit=probe_limit)
+        profile_job = pool.submit(hardware.detect, keys, fresh=True, limit=probe_limit)
         foreign_job = pool.submit(engines.foreign_floors, matrix, probe_limit or floors.TIME_LIMIT)
         version_jobs = {id: pool.submit(binding.version_line, matrix, engine) for id, engine in matrix.engines.items()}
         bundle_job = pool.submit(lambda: list(models.bundle_findings(models_dir)) if models_dir else [])
-        profile = replace(profile_job.result(), floors=floor_job.result())
-        foreign = foreign_job.result()
+        profile, foreign, bundles = profile_job.result(), foreign_job.result(), bundle_job.result()
         versions = {id: job.result() for id, job in version_jobs.items()}
-        bundles = bundle_job.result()
     reports = [
         engines.report_on(matrix, engine, profile, foreign.get(engine.id), versions[engine.id])
         for engine in matrix.engines.values()
@@ -103,18 +97,18 @@ def examine(
         *machine.abandoned_findings(remains.roots() if runtime_dir is None else [runtime]),
         *nowhere,
         *bundles,
-        *models.certificate_findings(matrix, profile, versions, models_dir, data_dir),
+        *models.certificate_findings(matrix, profile, versions, models_dir),
         *engines.lane_findings(matrix, reports),
     ]
-    return Report(findings, reports, _host_facts(profile, matrix, host_version, models_dir, runtime))
+    return Report(findings, reports, _host_facts(profile, matrix, models_dir, runtime))
 
 
 def _host_facts(
-    profile: hardware.HostProfile, matrix: HardwareMatrix, host_version: str, models_dir: Path | None, runtime: Path
+    profile: hardware.HostProfile, matrix: HardwareMatrix, models_dir: Path | None, runtime: Path
 ) -> dict[str, Any]:
     """Return what the report says of the machine and this installation; sizes in bytes, ``cores`` after the quota."""
     return {
-        "version": host_version,
+        "version": VERSION,
         "os": profile.os,
         "os_version": profile.os_version,
         "os_build": profile.os_build,

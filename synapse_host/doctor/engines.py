@@ -23,6 +23,7 @@ _INSTALL: Final = {
     "cuda": "pip install 'synapse-workers[cuda,cuda-libraries]'",
     "ane": "pip install 'synapse-workers[ane]'",
 }
+_FIXABLE: Final = ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
 REBUILD: Final = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
@@ -55,13 +56,10 @@ def report_on(
     elif floor is None or floor.status == "ok":
         status, what = "ok", _described(engine, versions, profile)
     else:
-        code = floor.code.partition(":")[0]
-        fixable = code in ("llama_missing", "bindings_missing", "cuda_runtime_missing", "cpu_unsupported")
-        fixable = fixable and not has_no_code(floor)
+        fixable = floor.code.partition(":")[0] in _FIXABLE and not has_no_code(floor)
         status, what = ("failed" if fixable else "passed_over"), floor_text(floor)
-    return EngineReport(
-        engine.id, status, what, engine.device, versions, msgspec.structs.asdict(floor) if floor else None, worker
-    )
+    asked = msgspec.structs.asdict(floor) if floor else None
+    return EngineReport(engine.id, status, what, engine.device, versions, asked, worker)
 
 
 def _described(engine: Engine, versions: dict[str, str], profile: HostProfile) -> str:
@@ -124,10 +122,7 @@ def lane_findings(matrix: HardwareMatrix, engines: Iterable[EngineReport]) -> It
     for lane in matrix.lanes.values():
         choices = (lane.pin,) if lane.pin else lane.engines
         if not any(status.get(id) == "ok" for id in choices):
-            broken = [id for id in choices if status.get(id) == "failed"]
-            yield Finding(
-                f"lane.{lane.id}.no_engine",
-                "failure",
-                f"lane {lane.id}: none of its engines runs on this machine ({', '.join(choices)})",
-                "see the findings above: " + ", ".join(broken) if broken else f"synapse matrix explain {lane.id}",
-            )
+            broken = ", ".join(id for id in choices if status.get(id) == "failed")
+            what = f"lane {lane.id}: none of its engines runs on this machine ({', '.join(choices)})"
+            fix = f"see the findings above: {broken}" if broken else f"synapse matrix explain {lane.id}"
+            yield Finding(f"lane.{lane.id}.no_engine", "failure", what, fix)

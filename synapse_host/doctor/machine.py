@@ -34,53 +34,34 @@ class Finding:
 def onnxruntime_findings(found: Mapping[str, str]) -> Iterator[Finding]:
     """Report two distributions that own the same module."""
     if len(found) > 1:
-        names = " and ".join(sorted(found))
-        yield Finding(
-            "onnxruntime.clash",
-            "failure",
-            f"both {names} are installed; they own the same module and one hides the other",
-            "pip uninstall -y " + " ".join(sorted(found)) + " && pip install --force-reinstall onnxruntime-gpu",
-        )
+        names = sorted(found)
+        what = f"both {' and '.join(names)} are installed; they own the same module and one hides the other"
+        fix = f"pip uninstall -y {' '.join(names)} && pip install --force-reinstall onnxruntime-gpu"
+        yield Finding("onnxruntime.clash", "failure", what, fix)
 
 
 def resource_findings(ram_free: int, models_dir: Path | None) -> Iterator[Finding]:
     """Report little memory, and a folder for bundles that has no room or can't be written."""
     if ram_free < MIN_FREE_RAM:
-        yield Finding(
-            "memory.low",
-            "warning",
-            f"{ram_free / GIB:.1f} GB of memory are free",
-            "close something before loading models",
-        )
+        what = f"{ram_free / GIB:.1f} GB of memory are free"
+        yield Finding("memory.low", "warning", what, "close something before loading models")
     if models_dir is None:
         return
     disk_free, place = free_disk(models_dir), _existing(models_dir)
     if not os.access(place, os.W_OK):
         # A read-only file system has no free space either; that is not what is wrong with it.
-        yield Finding(
-            "models.unwritable",
-            "warning",
-            f"no bundle can be made in {models_dir}: {place} can't be written",
-            "pass --models-dir, or make it writable",
-        )
+        what = f"no bundle can be made in {models_dir}: {place} can't be written"
+        yield Finding("models.unwritable", "warning", what, "pass --models-dir, or make it writable")
     elif disk_free is not None and disk_free < MIN_FREE_DISK:
-        yield Finding(
-            "disk.low",
-            "warning",
-            f"{disk_free / GIB:.1f} GB are free where bundles are made ({models_dir})",
-            "free some space or pass --models-dir",
-        )
+        what = f"{disk_free / GIB:.1f} GB are free where bundles are made ({models_dir})"
+        yield Finding("disk.low", "warning", what, "free some space or pass --models-dir")
 
 
 def descriptor_findings(limit: int | None) -> Iterator[Finding]:
     """Report a low limit of open files."""
     if limit is not None and limit < MIN_DESCRIPTORS:
-        yield Finding(
-            "descriptors.low",
-            "warning",
-            f"only {limit} files may be open at once; lanes need about 8 each",
-            "ulimit -n 1024",
-        )
+        what = f"only {limit} files may be open at once; lanes need about 8 each"
+        yield Finding("descriptors.low", "warning", what, "ulimit -n 1024")
 
 
 def socket_length(runtime: Path) -> int:
@@ -91,7 +72,7 @@ def socket_length(runtime: Path) -> int:
 
 def abandoned_findings(roots: Iterable[Path]) -> Iterator[Finding]:
     """Report private runtime directories whose hosts were killed; the next one-shot verb removes them."""
-    found = [path for root in roots for path in runtime_dir.abandoned(root)]
+    found = [path for root in roots for path in runtime_dir.sweep(root, remove=False)]
     if found:
         number = "1 runtime directory" if len(found) == 1 else f"{len(found)} runtime directories"
         what = f"{number} of hosts that were killed, first {found[0]}; the next synapse embed removes what is left"

@@ -45,16 +45,11 @@ def bundle_findings(models_dir: Path) -> Iterator[Finding]:
 
 
 def certificate_findings(
-    matrix: HardwareMatrix,
-    profile: HostProfile,
-    versions: Mapping[str, str],
-    models_dir: Path | None,
-    data_dir: Path | None = None,
+    matrix: HardwareMatrix, profile: HostProfile, versions: Mapping[str, str], models_dir: Path | None
 ) -> Iterator[Finding]:
     """Say of every certificate on this machine whether it is valid, and what voided it. *versions*: worker lines."""
     identities = {id: binding.identity_of(line) for id, line in versions.items()}
-    bundles = readable(models_dir)
-    for one in standing.listed(matrix, bundles, profile, data_dir=data_dir, identities=identities):
+    for one in standing.listed(matrix, readable(models_dir), profile, identities=identities):
         found = one.certificate
         if found.evidence is None:
             why, name = "; ".join(found.why), found.path.stem[:12]

@@ -26,8 +26,8 @@ from engines.bundle.preparation import sweep
 from engines.checkpoint import facts, tokenizer
 from engines.checkpoint.package import profile_of
 from engines.checkpoint.read import Checkpoint, plain_numbers
-from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull, StorageFull, of_os
-from synapse_host.models.bundles import Progress, silent
+from synapse_host.errors import BundleInvalid, InvalidRequest, QueueFull, StorageFull
+from synapse_host.models.bundles import Progress, failures, silent
 from synapse_host.placement import interpreter, places
 from synapse_host.text import tokenizer_file
 
@@ -60,7 +60,12 @@ def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) ->
         try:
             assert child.stdout is not None
             for raw in child.stdout:
-                line = _parse(raw)
+                try:
+                    line = json.loads(raw)
+                except ValueError:
+                    line = None
+                if not isinstance(line, dict):
+                    continue  # a library printed something
                 if line.get("stage") == "result":
                     result = line
                 elif type(line.get("done")) is int and type(line.get("total")) is int:
@@ -79,14 +84,6 @@ def run_tool(argv: Sequence[str], *, stage: str, progress: Progress = silent) ->
     why = said[-1] if said else f"ended with status {status}"
     kind = StorageFull if NO_ROOM.search(why) else BundleInvalid
     raise kind(why, details={"stage": stage, "status": status})
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return {}  # a library printed something; only our own lines count
-    return line if isinstance(line, dict) else {}
 
 
 @contextmanager
@@ -142,131 +139,87 @@ def build(
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
         raise InvalidRequest(f"format {unknown[0] if unknown else ''!r} is not one of {', '.join(FORMATS)}")
-    try:
+    said = dict(overrides or {})
+    with failures(out):
         checkpoint = Checkpoint.open(checkpoint_folder.absolute(), task=task)  # type: ignore[arg-type]
         for name in formats:
             checkpoint.need_format(name)
         known = facts.of_checkpoint(checkpoint)
         _check_tokenizer(checkpoint_folder / TOKENIZER)
         with staging(out) as folder:
-            pooling = (overrides or {}).get("pooling")
             wanted = [(name, dtype) for name in formats for dtype in dtypes.get(name) or [""]]
-            artifacts = [_artifact(*each, checkpoint, folder, model_id, pooling, progress) for each in wanted]
-            fields: dict[str, Any] = {
+            artifacts = [
+                _artifact(*each, checkpoint, folder, model_id, said.get("pooling"), progress) for each in wanted
+            ]
+            if reference:
+                fixtures = _reference(checkpoint, said.get("max_tokens", known.max_tokens), folder / FIXTURES, progress)
+            # What the manifest has of them under the same names; empty ones are left out.
+            same = {key: getattr(known, key) for key in Manifest.__struct_fields__ if hasattr(known, key)}
+            fields = {
+                **{key: value for key, value in same.items() if value not in (None, {}, ())},
+                "config": plain_numbers(checkpoint.config),
                 "tokenizer": _tokenizer(checkpoint, folder / TOKENIZER),
-                "fixtures": _fixtures(checkpoint, known, folder, fixtures, reference, overrides or {}, progress),
+                "fixtures": fixtures and take(fixtures, folder / FIXTURES),
                 "dense": dense.write(known.dense, folder),
-                **_described(checkpoint, known),
-                **(overrides or {}),
+                **said,
             }
             built = Manifest(
                 manifest_version=1,
                 model_id=model_id,
                 family=checkpoint.family,
                 task=checkpoint.task,
-                dims=known.dims,
                 artifacts=artifacts,
                 **{key: value for key, value in fields.items() if value is not None},
             )
             manifest.write(folder, built)
             try_bundle(manifest.read(folder), checkpoint.config["vocab_size"])
         return manifest.read(out)
-    except BundleError as exc:
-        raise BundleInvalid(str(exc)) from exc
-    except OSError as exc:
-        raise of_os(exc, f"{exc.filename or out}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
 
 
 def try_bundle(bundle: Bundle, vocab_size: int) -> None:
-    """Use a bundle once, as a host would: its tokenizer, its chat template, its dense modules. Raises BundleInvalid."""
-    from engines.checkpoint import dense
+    """Use a bundle once, as a host would, so that none is built which can't take a text. Raises BundleInvalid.
 
-    try_tokenizer(bundle, vocab_size)
-    try_template(bundle)
+    Its tokenizer reads a text, and its ids are below the model's *vocab_size*; its chat template is parsed, its dense
+    modules are read. A template that refuses this message, or fails over it, is taken: others may pass.
+    """
+    from engines.checkpoint import dense
+    from synapse_host.text.chat import Renderer
+    from synapse_host.text.tokenizer import TextTokenizer
+
+    known = bundle.manifest
+    if known.tokenizer is not UNSET:
+        tokenizer = TextTokenizer(bundle)
+        if tokenizer.last_id >= vocab_size:
+            raise BundleInvalid(
+                f"{known.tokenizer.path}: its largest id is {tokenizer.last_id}, config.json's vocab_size is "
+                f"{vocab_size}: the tokenizer belongs to another model"
+            )
+        try:
+            tokenizer.rows(["a"], truncate=True)
+        except InvalidRequest as exc:
+            raise BundleInvalid(f"{known.tokenizer.path}: it can't read the text 'a': {exc}") from exc
+    if known.chat_template is not UNSET:
+        renderer = Renderer(bundle.root)
+        try:
+            renderer.render(known.chat_template, [{"role": "user", "content": "a"}], name=known.model_id)
+        except (InvalidRequest, QueueFull):
+            pass  # also without jinja2
+        except BundleInvalid as exc:
+            if not exc.details["readable"]:
+                raise
+        finally:
+            renderer.close()
     dense.read(bundle)
 
 
-def try_tokenizer(bundle: Bundle, vocab_size: int) -> None:
-    """Open a bundle's tokenizer and read one text with it: a bundle that can't take texts must not be built.
-
-    Raises BundleInvalid, also for an id beyond the model's *vocab_size* rows. A bundle without one takes ids only.
-    """
-    from synapse_host.text.tokenizer import TextTokenizer
-
-    if bundle.manifest.tokenizer is UNSET:
-        return
-    tokenizer = TextTokenizer(bundle)
-    last = tokenizer.last_id
-    if last >= vocab_size:
-        raise BundleInvalid(
-            f"{bundle.manifest.tokenizer.path}: its largest id is {last}, config.json's vocab_size is {vocab_size}: "
-            "the tokenizer belongs to another model"
-        )
-    try:
-        tokenizer.rows(["a"], truncate=True)
-    except InvalidRequest as exc:
-        raise BundleInvalid(f"{bundle.manifest.tokenizer.path}: it can't read the text 'a': {exc}") from exc
-
-
-def try_template(bundle: Bundle) -> None:
-    """Have a bundle's chat template parsed: one that no chat could use must not be built. Raises BundleInvalid.
-
-    Templates that refuse a message, or fail over it, are taken: others may pass. Without jinja2 nothing is parsed.
-    """
-    from synapse_host.text.chat import Renderer
-
-    if bundle.manifest.chat_template is UNSET:
-        return
-    renderer = Renderer(bundle.root)
-    try:
-        messages = [{"role": "user", "content": "a"}]
-        renderer.render(bundle.manifest.chat_template, messages, name=bundle.manifest.model_id)
-    except (InvalidRequest, QueueFull):
-        pass
-    except BundleInvalid as exc:
-        if not exc.details["readable"]:
-            raise
-    finally:
-        renderer.close()
-
-
-def _described(checkpoint: Checkpoint, known: facts.Facts) -> dict[str, Any]:
-    return {
-        "max_tokens": known.max_tokens,
-        "pooling": known.pooling,
-        "normalize": known.normalize,
-        "score": known.score,
-        "special_ids": known.special_ids or None,
-        "head": known.head,
-        "token_types": known.token_types,
-        "chat_template": known.chat_template,
-        "prompts": known.prompts or None,
-        "default_prompt": known.default_prompt,
-        "truncate_dim": known.truncate_dim,
-        "config": plain_numbers(checkpoint.config),
-    }
-
-
-def _fixtures(
-    checkpoint: Checkpoint,
-    known: facts.Facts,
-    folder: Path,
-    given: Path | None,
-    reference: bool,
-    overrides: Mapping[str, Any],
-    progress: Progress,
-) -> FileRef | None:
-    target = folder / FIXTURES
-    if reference:
-        limit = str(overrides.get("max_tokens", known.max_tokens))
-        argv = ["engines.checkpoint.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
-        run_tool([*argv, "--max-tokens", limit], stage="reference", progress=progress)
-        made = digest.file_digest(target)
-        ledger = computed_here()
-        ledger.mkdir(parents=True, exist_ok=True)
-        (ledger / made).touch()
-        return FileRef(target.name, digest.PREFIX + made)
-    return take(given, target) if given is not None else None
+def _reference(checkpoint: Checkpoint, max_tokens: int, target: Path, progress: Progress) -> Path:
+    """Compute reference fixtures, and note down that it was done on this machine."""
+    argv = ["engines.checkpoint.reference", str(checkpoint.folder), str(target), "--task", checkpoint.task]
+    run_tool([*argv, "--max-tokens", str(max_tokens)], stage="reference", progress=progress)
+    ledger = computed_here()
+    ledger.mkdir(parents=True, exist_ok=True)
+    (ledger / digest.file_digest(target)).touch()
+    return target
 
 
 def computed_here(data_dir: Path | None = None) -> Path:
@@ -291,7 +244,8 @@ def take(source: Path, target: Path) -> FileRef | None:
     """Copy a file into the bundle and return its reference; None where the checkpoint has none."""
     if not source.exists():
         return None
-    shutil.copyfile(source, target)
+    if source != target:
+        shutil.copyfile(source, target)
     return FileRef(target.name, digest.PREFIX + digest.file_digest(target))
 
 
@@ -363,21 +317,16 @@ def _check_tokenizer(file: Path) -> None:
 def verify(bundle: Bundle, progress: Progress = silent) -> list[str]:
     """Re-hash every file of a bundle; return what is wrong, one line each (empty: all as the manifest says)."""
     wrong: list[str] = []
-    refs: list[tuple[str, str, str | None]] = []
-    for artifact in bundle.manifest.artifacts:
-        refs.append((artifact.path, artifact.digest, None if artifact.tree is UNSET else artifact.tree))
-    for key in manifest.FILES:
-        ref = getattr(bundle.manifest, key)
-        if ref is not UNSET:
-            refs.append((ref.path, ref.digest, None))
-    for relative, stated, tree in refs:
+    refs = [(artifact.path, artifact.digest, artifact.tree) for artifact in bundle.manifest.artifacts]
+    others = [ref for key in manifest.FILES if (ref := getattr(bundle.manifest, key)) is not UNSET]
+    for relative, stated, tree in [*refs, *((ref.path, ref.digest, UNSET) for ref in others)]:
         path = bundle.path(relative)
 
         def report(done: int, total: int, stage: str = relative) -> None:
             progress(stage, done, total)
 
         try:
-            if tree is None:
+            if tree is UNSET:
                 digest.verify_file(path, stated, report)
             else:
                 found = digest.tree_digest(path, report)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host.errors import BundleInvalid, Place
+from synapse_host.errors import BundleInvalid, Place, of_os
 from synapse_host.placement import places
 from synapse_host.placement.places import NoHome
 
@@ -22,6 +23,22 @@ _log = logging.getLogger(__name__)
 
 def silent(stage: str, done: int, total: int) -> None:
     """Report nothing."""
+
+
+@contextmanager
+def failures(place: Path, model: str = "") -> Iterator[None]:
+    """Raise a BundleError of the block as BundleInvalid, an OSError as that or as StorageFull where there is no room.
+
+    *place*: what an OSError is about that names no file. *model*: named first, where the caller knows one by name.
+    """
+    about, details = (f"model {model}: ", {"model": model}) if model else ("", {})
+    try:
+        yield
+    except BundleError as exc:
+        raise BundleInvalid(f"{about}{exc}", details=details) from exc
+    except OSError as exc:
+        text = f"{about}{exc.filename or place}: {exc.strerror or exc}"
+        raise of_os(exc, text, otherwise=BundleInvalid, details=details) from exc
 
 
 def models_dir(given: Path | None = None) -> Path:

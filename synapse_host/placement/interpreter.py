@@ -39,6 +39,8 @@ def installed_release() -> str | None:
 
 RELEASE: Final = installed_release()
 """The version that this process was started with."""
+VERSION: Final = RELEASE or "0+unknown"
+"""How people are told that version, also in a tree that was never installed."""
 
 
 def changed_release() -> tuple[str, str] | None:

@@ -142,12 +142,11 @@ class EngineKeys(_Part, frozen=True, kw_only=True):
 
 
 class Engine(EngineKeys, frozen=True, kw_only=True):
-    """An engine with its name and the line it is written in."""
+    """An engine with its name."""
 
     id: str
     dtype: tuple[str, ...] = ()
     thresholds: dict[str, dict[str, float]] = {}  # type: ignore[assignment]
-    line: int = 0
 
     @property
     def command(self) -> tuple[str, ...] | None:
@@ -234,11 +233,9 @@ def load(path: Path | str | None = None) -> HardwareMatrix:
         path=path.absolute(),
         name=source.name,
         hardware={id: Hardware(id=id, **_fields(keys)) for id, keys in file.hardware.items()},
-        engines={
-            id: Engine(id=id, line=source.line("engines", id), **_fields(keys)) for id, keys in file.engines.items()
-        },
+        engines={id: Engine(id=id, **_fields(keys)) for id, keys in file.engines.items()},
         lanes={id: Lane(id=id, line=source.line("lanes", id), **_fields(keys)) for id, keys in file.lanes.items()},
-        thresholds=_plain(file.thresholds),
+        thresholds=msgspec.to_builtins(file.thresholds),
     )
     _check(matrix, source)
     return matrix
@@ -250,12 +247,7 @@ def _fields(keys: HardwareKeys | EngineKeys | LaneKeys) -> dict[str, Any]:
     for name in ("os", "arch", "cpu_features", "dtype"):
         if isinstance(found.get(name), str):
             found[name] = (found[name],)
-    return found | ({"thresholds": _plain(found["thresholds"])} if "thresholds" in found else {})
-
-
-def _plain(thresholds: Thresholds) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = msgspec.to_builtins(thresholds)
-    return found
+    return found | ({"thresholds": msgspec.to_builtins(found["thresholds"])} if "thresholds" in found else {})
 
 
 def _shown(path: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -170,13 +172,11 @@ def _ask(command: tuple[str, ...], *, name: str, cwd: Path | None, limit: float,
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         if os.name == "posix":
             os.killpg(child.pid, signal.SIGKILL)
         else:
             child.kill()
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _parse(output: bytes, code: int | None, last: str) -> Floor:
@@ -203,32 +203,27 @@ def ask(
     *limit*: seconds that none of them may take longer than, also where its device has more.
     *fresh* asks anew and refreshes the cache.
     """
-    answers: dict[str, Floor] = {}
-    missing: list[tuple[str, str]] = []
-    for engine, device in sorted(keys):
-        cached = cache.get(engine, device) if cache and not fresh else None
-        if cached is not None:
-            answers[f"{engine}:{device}"] = cached
-        else:
-            missing.append((engine, device))
+    known = {key: floor for key in keys if (floor := cache.get(*key))} if cache and not fresh else {}
+    missing = sorted(keys - known.keys())
     if missing:
         cwd = interpreter.package_root()
 
         def one(key: tuple[str, str]) -> Floor:
+            engine, device = key
             try:
-                command = (*worker_command(key[0]), "--probe-floor", "--device", key[1])
+                command = (*worker_command(engine), "--probe-floor", "--device", device)
             except BackendMissing as exc:
                 return Floor("failed", "probe_not_started", why=exc.message)
-            own = SLOW_DEVICES.get(key[1], TIME_LIMIT)
-            longest = own if limit is None else min(own, limit)
+            longest = min(SLOW_DEVICES.get(device, TIME_LIMIT), limit or math.inf)
             return probe(command, cwd=cwd, limit=longest, env=interpreter.search_path())
 
         with ThreadPoolExecutor(len(missing)) as pool:
-            for (engine, device), floor in zip(missing, pool.map(one, missing), strict=True):
-                answers[f"{engine}:{device}"] = floor
-                if cache:
-                    cache.put(engine, device, floor)
-    return answers
+            found = dict(zip(missing, pool.map(one, missing), strict=True))
+        if cache:
+            for key, floor in found.items():
+                cache.put(*key, floor)
+        known |= found
+    return {f"{engine}:{device}": floor for (engine, device), floor in known.items()}
 
 
 def installed(engine: str) -> dict[str, str]:
@@ -262,28 +257,24 @@ def cuda_wheels() -> dict[str, str]:
 
 
 class FloorCache:
-    """Answers on disk, in the user's cache directory; None: nowhere, nothing is kept. *machine* names boot and build.
+    """Answers on disk, in the user's cache directory. *machine* names boot and build.
 
     An answer is good for the surroundings it was given in: the machine, the Python, every installed package (also one
     that was installed again in the same version, as doctor's fixes do), and the variables that a probe sees.
     """
 
-    def __init__(self, directory: Path | None, machine: str) -> None:
+    def __init__(self, directory: Path, machine: str) -> None:
         self._directory = directory
         python = [sys.executable, os.environ.get(interpreter.VARIABLE)]
         self._surroundings = [machine, *python, *_packages(), *_variables()]
 
-    def _file(self, engine: str, device: str) -> Path | None:
-        if self._directory is None:
-            return None
+    def _file(self, engine: str, device: str) -> Path:
         key = hashlib.sha256(json.dumps([*self._surroundings, engine, device]).encode()).hexdigest()[:32]
         return self._directory / f"floor-{engine}-{device}-{key}.json"
 
     def get(self, engine: str, device: str) -> Floor | None:
         """Return a cached answer that is still good."""
         file = self._file(engine, device)
-        if file is None:
-            return None
         try:
             age = time.time() - file.stat().st_mtime
             floor = msgspec.json.decode(file.read_bytes(), type=Floor)
@@ -294,9 +285,7 @@ class FloorCache:
     def put(self, engine: str, device: str, floor: Floor) -> None:
         """Remember an answer; a full or read-only disk is no reason to fail."""
         file = self._file(engine, device)
-        if file is None:
-            return
-        try:
+        with suppress(OSError):
             if floor.status == "failed":
                 file.unlink(missing_ok=True)
                 return
@@ -304,8 +293,6 @@ class FloorCache:
             part = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
             part.write_bytes(msgspec.json.encode(floor))
             part.replace(file)
-        except OSError:
-            pass
 
 
 def _packages() -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec import structs
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 OS_NAMES: Final = {"darwin": "macOS", "linux": "Linux", "windows": "Windows"}
 
-_DTYPE_ORDER: Final = {
-    "llama": ("f16", "f32", "q8_0"),
-    "cuda": ("f16", "f32"),
-    "ane": ("f16",),
-}
+_DTYPE_ORDER: Final = {"llama": ("f16", "f32", "q8_0"), "cuda": ("f16", "f32"), "ane": ("f16",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class Considered:
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON form of ``synapse matrix explain``."""
-        return {"engine": self.engine, "verdict": self.verdict, "reason": self.reason}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +254,7 @@ def fastest_dtype(profile: HostProfile) -> str | None:
     """Return the GGUF dtype llama.cpp multiplies fastest on this processor, or None where its usual order holds.
 
     With AVX512-BF16 alone (AMD EPYC, MiniLM, 256 mixed texts) bf16 did 248 texts/s and f16 190. Intel's processors that
-    have AVX512-FP16 too execute bf16 products at half the rate of f32 ones: docs/performance.md, section 4.
+    have AVX512-FP16 too execute bf16 products at half the rate of f32 ones: docs/performance.md, section 2.
     """
     if "avx512_fp16" in profile.cpu_features:
         return "f32"

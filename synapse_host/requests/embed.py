@@ -78,21 +78,27 @@ def shortened(vectors: FloatArray, columns: int, *, normalize: bool) -> FloatArr
     return short
 
 
-async def gathered(
-    assignment: Assignment, stream: AsyncGenerator[EmbedResult, None], shape: tuple[int, int]
+async def embed_chunks(
+    lanes: Lanes,
+    assignment: Assignment,
+    chunks: AsyncGenerator[Rows, None],
+    count: int,
+    until: float | None,
+    dimensions: int,
 ) -> EmbedResult:
-    """Return the results of a *stream* as one, of this *shape*."""
+    """Return the vectors of *count* rows that come in *chunks*, one after another."""
     import numpy as np
 
-    answer: FloatArray = np.empty(shape, np.float32)
+    answer: FloatArray = np.empty((count, dimensions), np.float32)
     truncated = list[int]()
     done = tokens = 0
-    async with aclosing(stream) as parts:
-        async for part in parts:
-            answer[done : done + len(part.vectors)] = part.vectors
-            truncated += part.truncated
-            done += len(part.vectors)
-            tokens += part.tokens
+    async with aclosing(chunks):
+        async for rows in chunks:
+            vectors = await embed(lanes, assignment, rows, until, dimensions)
+            answer[done : done + len(vectors)] = vectors
+            truncated += rows.truncated
+            done += len(vectors)
+            tokens += len(rows.ids)
     return EmbedResult(answer, truncated, *assignment.served_by(), tokens)
 
 

@@ -7,8 +7,9 @@ one slot until it is released; a leased slot is never evicted.
 
 Events go in (:meth:`Residency.request`, ``admitted``, ``evicted``, ``fault`` ...) with ``now`` as an argument, actions
 come out (:meth:`Residency.take`): send an admission or an eviction, answer a ticket, stop a worker, start one. The
-shell carries them out in any order and at the same time, and reports back; each report names slot and generation, so
-one that comes late changes nothing. Nothing here waits, reads a clock or knows of a connection.
+shell carries them out in any order and at the same time, and reports back on each once. Slots are numbered and no
+number comes twice, so a report about a process that is gone changes nothing; a fault names the generation it is of, for
+the same reason. Nothing here waits, reads a clock or knows of a connection.
 
 Tickets are served in arrival order. The first that needs room may evict, the least recently used function first and a
 model's smallest rung last; those behind it may join an admission or lease what is resident, but not while it waits for
@@ -82,7 +83,7 @@ class Residency:
         model = self.workers[key.worker].model
         ticket = Ticket(next(self._ids), key, now + ADMISSION_WAIT_S)
         self.tickets[ticket.id] = ticket
-        if self.limits.ever(model):
+        if self.limits.fits(key.worker, model, ()):
             self._pump()
         else:
             self._refuse(ticket, Refusal.NEVER_FITS)
@@ -91,7 +92,7 @@ class Residency:
     def guessable(self, key: Key) -> bool:
         """Whether *key* may be admitted unasked: there is room that nobody waits for, and it didn't fail before."""
         closed = self.workers[key.worker].phase is not Phase.UP or key in self._declined or self._slot(key) is not None
-        return not closed and all(t.slot is not None for t in self.tickets.values()) and self._fits(key)
+        return not closed and not self.waiting() and self._fits(key)
 
     def prefetch(self, key: Key) -> None:
         """Admit a ``guessable`` function before anybody asks for it."""
@@ -126,28 +127,27 @@ class Residency:
 
     # --- replies -----------------------------------------------------------------------------------------------------
 
-    def admitted(self, slot: int, generation: int) -> None:
+    def admitted(self, slot: int) -> None:
         """ADMITTED came."""
-        found = self._current(slot, generation, State.ADMITTING)
+        found = self._in_flight(slot)
         if found is not None:
             found.state, found.in_flight = State.RESIDENT, False
             found.last_used = next(self._ticks)
             self._pump()
 
-    def withdrawn(self, slot: int, generation: int) -> None:
+    def withdrawn(self, slot: int) -> None:
         """Nothing was sent, since it isn't ``wanted`` any more."""
-        found = self._current(slot, generation, State.ADMITTING)
-        if found is not None:
-            del self.slots[found.id]
+        if self._in_flight(slot) is not None:
+            del self.slots[slot]
             self._pump()
 
-    def admit_failed(self, slot: int, generation: int, now: float, *, exhausted: bool) -> None:
+    def admit_failed(self, slot: int, now: float, *, exhausted: bool) -> None:
         """ERR came instead of ADMITTED, or the exchange broke (*exhausted* False).
 
         ``ane_resources_exhausted``: evict one unleased function of any worker and retry once; without a victim, or
         where nobody waits, drop the reservation; a second time, or any other failure, recovers the worker.
         """
-        found = self._current(slot, generation, State.ADMITTING)
+        found = self._in_flight(slot)
         if found is None:
             return
         found.in_flight = False
@@ -169,16 +169,16 @@ class Residency:
             self._recover(found.key.worker, now)
         self._pump()
 
-    def evicted(self, slot: int, generation: int) -> None:
+    def evicted(self, slot: int) -> None:
         """EVICTED came: the charge is refunded."""
-        found = self._current(slot, generation, State.EVICTING)
+        found = self._in_flight(slot)
         if found is not None:
             self._refund(found)
             self._pump()
 
-    def evict_failed(self, slot: int, generation: int, now: float) -> None:
+    def evict_failed(self, slot: int, now: float) -> None:
         """The eviction was refused or broke: nothing is refunded, the worker is recovered."""
-        found = self._current(slot, generation, State.EVICTING)
+        found = self._in_flight(slot)
         if found is not None:
             self._fail(found)
             self._recover(found.key.worker, now)
@@ -194,56 +194,45 @@ class Residency:
         self._recover(worker, now)
         self._pump()
 
-    def exited(self, worker: str, generation: int) -> None:
+    def exited(self, worker: str) -> None:
         """The process is confirmed gone: its functions are refunded. A Revive follows once somebody waits."""
-        found = self.workers[worker]
-        if found.generation != generation:
-            return
-        found.phase = Phase.DOWN
+        self.workers[worker].phase = Phase.DOWN
         for slot in self._of(worker):
             if slot.id in self.slots:
                 self._refund(slot)
-        for ticket in self.tickets.values():
-            if ticket.key.worker == worker:
-                ticket.lose()
         self._pump()
 
-    def restored(self, worker: str, generation: int) -> None:
-        """The replacement is up and its model is loaded: *generation* is the new one."""
+    def restored(self, worker: str) -> None:
+        """The replacement is up and its model is loaded: the next generation."""
         found = self.workers[worker]
-        assert found.phase is Phase.STARTING and generation > found.generation, "restored without a Revive"
-        found.generation, found.phase = generation, Phase.UP
+        found.generation, found.phase = found.generation + 1, Phase.UP
         for slot in self._of(worker):
-            slot.generation, slot.state = generation, State.RESIDENT
-            slot.last_used = next(self._ticks)
+            slot.state, slot.last_used = State.RESIDENT, next(self._ticks)
         self._pump()
 
-    def revive_failed(self, worker: str, generation: int) -> None:
+    def revive_failed(self, worker: str) -> None:
         """The worker didn't come up and no process is left: its reservations go, its waiters are refused.
 
         The next :meth:`request` on it tries again.
         """
-        found = self.workers[worker]
-        if found.generation != generation or found.phase is not Phase.STARTING:
-            return
-        found.phase = Phase.DOWN
+        self.workers[worker].phase = Phase.DOWN
         for slot in self._of(worker):
             del self.slots[slot.id]
-        for ticket in [t for t in self.tickets.values() if t.key.worker == worker and t.slot is None]:
-            self._refuse(ticket, Refusal.FAILED)
+        for ticket in self.waiting():
+            if ticket.key.worker == worker:
+                self._refuse(ticket, Refusal.FAILED)
         self._pump()
 
-    def unconfirmed(self, worker: str, generation: int) -> None:
+    def unconfirmed(self, worker: str) -> None:
         """The exit could not be confirmed in time: everything stays charged, the lane stays shut."""
-        found = self.workers[worker]
-        if found.generation == generation:
-            found.closed = True
-            self._pump()
+        self.workers[worker].phase = Phase.CLOSED
+        self._pump()
 
     def expire(self, now: float) -> None:
         """Refuse what waited too long, and force recoveries that leases delay too long."""
-        for ticket in [t for t in self.tickets.values() if t.slot is None and now >= t.expires]:
-            self._refuse(ticket, Refusal.EXHAUSTED)
+        for ticket in self.waiting():
+            if now >= ticket.expires:
+                self._refuse(ticket, Refusal.EXHAUSTED)
         for name, worker in self.workers.items():
             if worker.phase is Phase.DRAINING and now >= worker.drain_until:
                 self._restart(name)
@@ -251,7 +240,7 @@ class Residency:
 
     def next_expiry(self) -> float | None:
         """Return when :meth:`expire` has something to do, None for never."""
-        times = [ticket.expires for ticket in self.tickets.values() if ticket.slot is None]
+        times = [ticket.expires for ticket in self.waiting()]
         times += [worker.drain_until for worker in self.workers.values() if worker.phase is Phase.DRAINING]
         return min(times, default=None)
 
@@ -261,6 +250,10 @@ class Residency:
         """Return and forget the actions that became due, in order."""
         actions, self._actions = self._actions, []
         return actions
+
+    def waiting(self) -> list[Ticket]:
+        """Return the tickets that wait, in order of arrival."""
+        return [ticket for ticket in self.tickets.values() if ticket.slot is None]
 
     def busy(self, worker: str) -> bool:
         """True while a lease, a request that waits, an exchange for one or a start of *worker* is under way."""
@@ -288,12 +281,11 @@ class Residency:
             if worker.phase is Phase.DRAINING and not leased and not self._exchanging(name):
                 self._restart(name)
         blocked, starved = self._revive()
-        for ticket in [t for t in self.tickets.values() if t.slot is None]:
-            worker = self.workers[ticket.key.worker]
-            if worker.closed:
+        for ticket in self.waiting():
+            phase = self.workers[ticket.key.worker].phase
+            if phase is Phase.CLOSED:
                 self._refuse(ticket, Refusal.CLOSED)
-                continue
-            if worker.phase is not Phase.UP:
+            if phase is not Phase.UP:
                 continue
             slot = self._slot(ticket.key)
             if slot is not None and slot.state is State.RESIDENT:
@@ -314,16 +306,16 @@ class Residency:
 
         Return (one waits for room, and it waits for somebody's lease).
         """
-        waited_for = {ticket.key.worker for ticket in self.tickets.values() if ticket.slot is None}
+        waited_for = {ticket.key.worker for ticket in self.waiting()}
         for name, worker in self.workers.items():
-            if worker.phase is not Phase.DOWN or worker.closed or name not in waited_for:
+            if worker.phase is not Phase.DOWN or name not in waited_for:
                 continue
             key = Key(name, "shape", worker.model.smallest)
             if not self._fits(key):
                 return True, not self._make_room(key)
             self._reserve(key).in_flight = False
             worker.phase = Phase.STARTING
-            self._actions.append(Revive(name, worker.generation))
+            self._actions.append(Revive(name))
         return False, False
 
     def _make_room(self, key: Key) -> bool:
@@ -353,45 +345,43 @@ class Residency:
         """The least recently used unleased function; a model's smallest rung only when nothing else will do."""
 
         def order(slot: Slot) -> tuple[bool, int]:
-            model = self.workers[slot.key.worker].model
-            return slot.key.kind == "shape" and slot.key.tokens == model.smallest, slot.last_used
+            return slot.key == Key(slot.key.worker, "shape", slot.model.smallest), slot.last_used
 
         free = [slot for slot in self.slots.values() if not slot.leases and self._eligible(slot, key)]
         return min(free, key=order, default=None)
 
     def _reserve(self, key: Key) -> Slot:
-        worker = self.workers[key.worker]
-        slot = Slot(next(self._ids), key, worker.generation, worker.model.layers, worker.model.nbytes)
+        slot = Slot(next(self._ids), key, self.workers[key.worker].model)
         self.slots[slot.id] = slot
         return slot
 
     def _admit(self, key: Key) -> Slot:
         made = self._reserve(key)
-        self._actions.append(Admit(made.id, key, made.generation))
+        self._actions.append(Admit(made.id, key))
         return made
 
     def _refund(self, slot: Slot) -> None:
         """Drop what is gone for certain; an admission that waited for it is sent again, if somebody still waits."""
         del self.slots[slot.id]
-        for waiting in self._waiting_for(slot):
+        for waiting in self._admissions_behind(slot):
             waiting.waits_for = None
             if self._up(waiting) and self._waited_for(waiting.key):
                 waiting.in_flight = True
-                self._actions.append(Admit(waiting.id, waiting.key, waiting.generation))
+                self._actions.append(Admit(waiting.id, waiting.key))
             else:
                 del self.slots[waiting.id]
 
     def _fail(self, slot: Slot) -> None:
         """Nothing is known of a slot any more; it stays charged."""
         slot.state, slot.in_flight = State.FAILED, False
-        for waiting in self._waiting_for(slot):
+        for waiting in self._admissions_behind(slot):
             # Nothing of it is on the wire; waiting for a recovery that waits for it would never end.
             self._refuse_waiters(waiting, Refusal.EXHAUSTED)
             del self.slots[waiting.id]
 
     def _evict(self, slot: Slot) -> None:
         slot.state, slot.in_flight = State.EVICTING, True
-        self._actions.append(Evict(slot.id, slot.key, slot.generation))
+        self._actions.append(Evict(slot.id, slot.key))
 
     def _grant(self, ticket: Ticket, slot: Slot) -> None:
         ticket.slot = slot.id
@@ -399,13 +389,14 @@ class Residency:
         slot.last_used = next(self._ticks)
         self._actions.append(Granted(ticket.id))
 
-    def _refuse(self, ticket: Ticket, why: Refusal, slot: int | None = None) -> None:
+    def _refuse(self, ticket: Ticket, why: Refusal) -> None:
         del self.tickets[ticket.id]
-        self._actions.append(Refused(ticket.id, why, slot, ticket.key))
+        self._actions.append(Refused(ticket.id, why, ticket.key))
 
     def _refuse_waiters(self, slot: Slot, why: Refusal) -> None:
-        for ticket in [t for t in self.tickets.values() if t.slot is None and t.key == slot.key]:
-            self._refuse(ticket, why, slot.id)
+        for ticket in self.waiting():
+            if ticket.key == slot.key:
+                self._refuse(ticket, why)
 
     def _recover(self, worker: str, now: float) -> None:
         """Let a worker that is up drain; it is restarted by the next :meth:`_pump` that finds it idle."""
@@ -421,18 +412,16 @@ class Residency:
         )
 
     def _waited_for(self, key: Key) -> bool:
-        return any(ticket.slot is None and ticket.key == key for ticket in self.tickets.values())
+        return any(ticket.key == key for ticket in self.waiting())
 
     def _restart(self, worker: str) -> None:
-        found = self.workers[worker]
-        found.phase = Phase.STOPPING
-        self._actions.append(Restart(worker, found.generation))
+        self.workers[worker].phase = Phase.STOPPING
+        self._actions.append(Restart(worker))
 
-    def _current(self, slot: int, generation: int, state: State) -> Slot | None:
-        """The slot a reply is about; None for a reply of another generation, or one that comes too late."""
+    def _in_flight(self, slot: int) -> Slot | None:
+        """The slot a report is about; None for one that comes too late: its process is gone, or known to be broken."""
         found = self.slots.get(slot)
-        current = found is not None and found.generation == generation and found.state is state and found.in_flight
-        return found if current else None
+        return found if found is not None and found.in_flight else None
 
     def _up(self, slot: Slot) -> bool:
         return self.workers[slot.key.worker].phase is Phase.UP
@@ -443,5 +432,5 @@ class Residency:
     def _of(self, worker: str) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.key.worker == worker]
 
-    def _waiting_for(self, victim: Slot) -> list[Slot]:
+    def _admissions_behind(self, victim: Slot) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.waits_for == victim.id]

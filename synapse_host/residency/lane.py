@@ -21,49 +21,38 @@ from engines.protocol.messages import (
     AneEvictShape,
     AnyRequest,
     EmbedBatch,
+    Item,
     Ping,
     RerankSequences,
+    Segment,
     Vectors,
 )
 from synapse_host.errors import WORKER_ERRORS, EngineCrashed, SynapseError
 from synapse_host.residency.plan import Costs, buckets, charge, packed_widths, parts
 from synapse_host.residency.shell import ResidencyShell, Withdrawn
-from synapse_host.residency.types import Key, Limits
+from synapse_host.residency.types import Key
 from synapse_host.supervision.supervisor import Supervisor
 from synapse_host.worker import refusals
 from synapse_host.worker.exchange import Build, Outcome
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact, Bundle
+    from engines.bundle.manifest import Artifact
 
 Kind = Literal["shape", "packed"]
 
 
-def _subset(request: AnyRequest, payload: Any, rows: Sequence[int]) -> tuple[AnyRequest, memoryview]:
-    """Return the request for some of its rows, and their ids out of the whole payload (int32)."""
-    view = memoryview(payload).cast("B")
-    lengths = _lengths(request)
-    starts = [0, *accumulate(lengths)]
-    part = b"".join(view[4 * starts[row] : 4 * starts[row + 1]] for row in rows)
-    if isinstance(request, EmbedBatch):
-        return msgspec.structs.replace(request, items=[request.items[row] for row in rows]), memoryview(part)
-    assert isinstance(request, RerankSequences)
-    return msgspec.structs.replace(request, sequences=[request.sequences[row] for row in rows]), memoryview(part)
-
-
-def _lengths(request: AnyRequest) -> list[int]:
-    if isinstance(request, EmbedBatch):
-        return [item.n_tokens for item in request.items]
-    return [segment.n_tokens for segment in request.sequences] if isinstance(request, RerankSequences) else []
+def _rows(request: AnyRequest) -> Sequence[Item | Segment]:
+    assert isinstance(request, EmbedBatch | RerankSequences)
+    return request.items if isinstance(request, EmbedBatch) else request.sequences
 
 
 class RungedLane:
     """One Neural Engine lane: serves EMBED_BATCH and RERANK_SEQUENCES part by part, with Supervisor's ``submit``.
 
     Rows come back in request order, whatever functions they ran on. *costs* tells what this machine's certificate
-    measured when the worker started, None for an artifact that can't pack; with them packed passes are used where they
-    are cheaper and their function is resident. One that would be cheaper and isn't resident is admitted in the
-    background, behind the request that would have liked it.
+    measured when the worker started; with them packed passes are used where they are cheaper and their function is
+    resident. One that would be cheaper and isn't resident is admitted in the background, behind the request that would
+    have liked it. BundleInvalid for an artifact that can't be charged.
 
     For :class:`~synapse_host.residency.shell.ResidencyShell` it is the lane that carries out what the core decides
     (``admit``, ``evict``, ``stop``, ``start``).
@@ -73,16 +62,21 @@ class RungedLane:
         self,
         shell: ResidencyShell,
         supervisor: Supervisor,
-        ladder: tuple[int, ...],
-        costs: Callable[[], Costs | None] | None,
+        artifact: Artifact,
+        *,
+        costs: Callable[[], Costs | None] = lambda: None,
     ) -> None:
         self.supervisor = supervisor
         self._shell = shell
-        self._lane = supervisor.spec.lane_id
-        self._ladder = ladder
-        self._costs = costs
+        self._lane = lane_id = supervisor.spec.lane_id
+        self._ladder = buckets(artifact)
+        self._costs = costs if packed_widths(artifact) else None
         self._probe: Build | None = None
         """The request that the next start has to serve, on a lane that is being probed."""
+        shell.add(lane_id, self, charge(artifact))
+        # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
+        supervisor.lost = lambda: shell.fault(lane_id, shell.core.workers[lane_id].generation)
+        supervisor.idle.rest = self.rest
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -93,17 +87,17 @@ class RungedLane:
         ``deadline_exceeded``, and what is on the wire is drained without it.
         """
         request, payload = build("parts", "parts")
-        lengths = _lengths(request)
+        lengths = [row.n_tokens for row in _rows(request)]
         packs = isinstance(request, EmbedBatch) and len(lengths) > 1 and self._costs is not None
         resident = self._shell.core.resident(self._lane) if packs else ()
         widths = tuple(key.tokens for key in resident if key.kind == "packed")
         try:
-            outcome = await self._run(build, payload, lengths, widths, deadline, stage)
+            outcome = await self._run(request, payload, lengths, widths, deadline, stage)
         except WORKER_ERRORS[ErrorCode.UNSUPPORTED_PACKED_WIDTH]:
             if not widths:
                 raise
             # The worker was replaced meanwhile, and what certified its predecessor's widths holds no more.
-            outcome = await self._run(build, payload, lengths, (), deadline, stage)
+            outcome = await self._run(request, payload, lengths, (), deadline, stage)
         if packs:
             self._prefetch(lengths)
         return outcome
@@ -136,8 +130,10 @@ class RungedLane:
     async def unload(self) -> None:
         """Unload the model and take the worker down: every function it held goes with it. ModelInUse while in use."""
         with self.supervisor.counters.call("unload"):
-            if self._shell.core.busy(self._lane):
-                raise refusals.in_use(self.supervisor.spec, self._shell.waiting(self._lane))
+            core = self._shell.core
+            if core.busy(self._lane):
+                waiting = sum(ticket.key.worker == self._lane for ticket in core.waiting())
+                raise refusals.in_use(self.supervisor.spec, waiting)
             self.supervisor.clear()
             # From here on nobody gets a lease; who asks meanwhile waits for the next worker.
             await self._shell.parked(self._lane)
@@ -153,7 +149,7 @@ class RungedLane:
 
     async def _run(
         self,
-        build: Build,
+        request: AnyRequest,
         payload: Any,
         lengths: Sequence[int],
         widths: tuple[int, ...],
@@ -164,16 +160,20 @@ class RungedLane:
         import numpy as np
 
         plan = parts(lengths, self._ladder, costs=self._costs() if widths and self._costs else None, widths=widths)
-        if len(plan) == 1:
-            return await self._serve(plan[0].kind, plan[0].tokens, build, deadline, stage)
+        view, starts = memoryview(payload).cast("B"), [0, *accumulate(lengths)]
+        field, rows = "items" if isinstance(request, EmbedBatch) else "sequences", _rows(request)
         merged: Any = None
         reply: Any = None
         for one in plan:
+            some = [rows[row] for row in one.rows]
+            ids = memoryview(b"".join(view[4 * starts[row] : 4 * starts[row + 1]] for row in one.rows))
 
-            def part(req_id: str, model_ref: str, rows: Sequence[int] = one.rows) -> tuple[AnyRequest, Any]:
-                return _subset(build(req_id, model_ref)[0], payload, rows)
+            def part(req_id: str, ref: str, some: Any = some, ids: memoryview = ids) -> tuple[AnyRequest, Any]:
+                return msgspec.structs.replace(request, req_id=req_id, model_ref=ref, **{field: some}), ids
 
             reply, raw = await self._serve(one.kind, one.tokens, part, deadline, stage)
+            if len(plan) == 1:
+                return reply, raw
             if merged is None:
                 merged = np.empty((len(lengths), len(raw) // len(one.rows)), np.float32)
             merged[list(one.rows)] = np.asarray(raw).reshape(len(one.rows), -1)
@@ -185,7 +185,7 @@ class RungedLane:
         """Run one exchange through one function under one lease; all its rows run there."""
         shell, supervisor = self._shell, self.supervisor
         lease = await shell.lease(Key(self._lane, kind, tokens), deadline=deadline)
-        held = shell.generation(self._lane)
+        held = shell.core.workers[self._lane].generation
 
         def request(req_id: str, model_ref: str) -> tuple[AnyRequest, Any]:
             made, payload = build(req_id, model_ref)
@@ -265,39 +265,3 @@ def unqualified(lane_id: str, width: int) -> SynapseError:
         f"lane {lane_id}: its worker does not advertise packed width {width}",
         details={"lane_id": lane_id, "width": width},
     )
-
-
-class AneFleet:
-    """All Neural Engine lanes of a host: one budget. Use it from one event loop."""
-
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._supervisors: list[Supervisor] = []
-        self.shell = ResidencyShell(limits)
-
-    def add(
-        self,
-        supervisor: Supervisor,
-        artifact: Artifact,
-        *,
-        bundle: Bundle | None = None,
-        costs: Callable[[], Costs | None] | None = None,
-    ) -> RungedLane:
-        """Take a lane in and return what serves its requests; its worker starts when its first function fits.
-
-        BundleInvalid for an artifact that can't be charged. *costs* tells what was measured on this machine when its
-        worker started; without, nothing is packed.
-        """
-        lane_id, shell = supervisor.spec.lane_id, self.shell
-        lane = RungedLane(shell, supervisor, buckets(artifact), costs if packed_widths(artifact) else None)
-        shell.add(lane_id, lane, charge(artifact, bundle))
-        self._supervisors.append(supervisor)
-        # A worker that dies takes its functions with it, also while nobody waits: the books follow at once.
-        supervisor.lost = lambda: shell.fault(lane_id, shell.generation(lane_id))
-        supervisor.idle.rest = lane.rest
-        return lane
-
-    async def aclose(self) -> None:
-        """Stop leasing and let what runs be drained by its supervisors."""
-        for supervisor in self._supervisors:
-            supervisor.lost = None
-        await self.shell.aclose()

@@ -17,7 +17,7 @@ from synapse_host.errors import BundleInvalid, SequenceTooLong
 from synapse_host.residency.types import Model
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact, Bundle, Function
+    from engines.bundle.manifest import Artifact, Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +111,18 @@ def costs(artifact: Artifact, by_name: Mapping[str, float]) -> Costs:
     return Costs(single, packed)
 
 
-def charge(artifact: Artifact, bundle: Bundle | None = None) -> Model:
+def charge(artifact: Artifact) -> Model:
     """Return what one function of an artifact is charged: its layers and its bytes.
 
     Weights are shared on disk, not provably in the engine's memory, so every function of a multi-function package
-    counts them all (ane.md 4); a folder of single-function packages holds them once a function. Layers come from the
-    manifest's artifact or its config; BundleInvalid where neither says.
+    counts them all (ane.md 4); a folder of single-function packages holds them once a function. BundleInvalid where
+    the manifest doesn't say what there is to charge.
     """
-    rungs = buckets(artifact)
-    if not rungs:
-        raise BundleInvalid(f"artifact {artifact.path} has no bucket: build it again", details={"path": artifact.path})
-    layers: object = artifact.layers
-    if layers is UNSET and bundle is not None and bundle.manifest.config is not UNSET:
-        layers = bundle.manifest.config.get("num_hidden_layers")
-    if type(layers) is not int or layers < 1:
+    rungs, layers = buckets(artifact), artifact.layers
+    if not rungs or layers is UNSET:
         raise BundleInvalid(
-            f"artifact {artifact.path} doesn't say how many layers it has, and the Neural Engine's budget counts them: "
-            "build it again",
+            f"artifact {artifact.path} doesn't say which buckets and how many layers it has, and the Neural Engine's "
+            "budget counts them: build it again",
             details={"path": artifact.path},
         )
     nbytes = artifact.bytes if artifact.bytes is not UNSET else 0

@@ -25,6 +25,7 @@ from synapse_host.residency.types import (
     Key,
     Limits,
     Model,
+    Phase,
     Refusal,
     Refused,
     Restart,
@@ -73,8 +74,8 @@ class ResidencyShell:
         self.core = Residency(limits)
         self._lanes: dict[str, Lane] = {}
         self._futures: dict[int, asyncio.Future[None]] = {}
-        self._errors: dict[int | None, SynapseError] = {}
-        """What failed last: admissions by slot, a start under None."""
+        self._error: SynapseError | None = None
+        """What failed last, for those whom the core refuses on account of it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: dict[str, asyncio.Task[None]] = {}
         """The last restart of each worker."""
@@ -125,8 +126,9 @@ class ResidencyShell:
 
     def fault(self, worker: str, generation: int) -> None:
         """Tell that an exchange outside (serving, idle death) broke the channel of one generation."""
-        self.core.fault(worker, generation, self._loop.time())
-        self._act()
+        if not self._closing:
+            self.core.fault(worker, generation, self._loop.time())
+            self._act()
 
     def park(self, worker: str) -> None:
         """Take a worker down until the next request for it: no new leases from now on, who holds one is waited for."""
@@ -138,16 +140,9 @@ class ResidencyShell:
         self.park(worker)
         if (restart := self._restarts.get(worker)) is not None:
             await asyncio.wait({restart})
-        if self.core.workers[worker].closed:
-            raise self._refusal(Refusal.CLOSED, None, Key(worker, "shape", self.core.workers[worker].model.smallest))
-
-    def waiting(self, worker: str) -> int:
-        """Return how many requests wait for a lease on *worker*."""
-        return sum(ticket.slot is None and ticket.key.worker == worker for ticket in self.core.tickets.values())
-
-    def generation(self, worker: str) -> int:
-        """Return the generation that a fault has to name."""
-        return self.core.workers[worker].generation
+        found = self.core.workers[worker]
+        if found.phase is Phase.CLOSED:
+            raise self._refusal(Refusal.CLOSED, Key(worker, "shape", found.model.smallest))
 
     async def aclose(self) -> None:
         """Refuse who waits and let running exchanges end; stopping the workers is their supervisors' business."""
@@ -181,8 +176,8 @@ class ResidencyShell:
         match action:
             case Granted(ticket):
                 self._answer(ticket, None)
-            case Refused(ticket, why, slot, key):
-                self._answer(ticket, self._refusal(why, slot, key))
+            case Refused(ticket, why, key):
+                self._answer(ticket, self._refusal(why, key))
             case Admit():
                 self._spawn(self._admit, action)
             case Evict():
@@ -237,28 +232,26 @@ class ResidencyShell:
         return None
 
     async def _admit(self, action: Admit) -> None:
-        slot, generation, lane = action.slot, action.generation, action.key.worker
+        slot, lane = action.slot, action.key.worker
         work = self._lanes[lane].admit(action.key, partial(self.core.wanted, slot))
         error = await self._failure(lane, "ane_admit", work)
         if error is None:
-            self.core.admitted(slot, generation)
+            self.core.admitted(slot)
         elif isinstance(error, Withdrawn):
-            self.core.withdrawn(slot, generation)
+            self.core.withdrawn(slot)
         else:
-            self._errors[slot] = error
+            self._error = error
             exhausted = error.code == ErrorCode.ANE_RESOURCES_EXHAUSTED
-            self.core.admit_failed(slot, generation, self._loop.time(), exhausted=exhausted)
-            self._act()
-            self._errors.pop(slot, None)
+            self.core.admit_failed(slot, self._loop.time(), exhausted=exhausted)
 
     async def _evict(self, action: Evict) -> None:
         lane = action.key.worker
         error = await self._failure(lane, "ane_evict", self._lanes[lane].evict(action.key))
         if error is None:
-            self.core.evicted(action.slot, action.generation)
+            self.core.evicted(action.slot)
         else:
             _log.warning("eviction failed, the worker restarts: %s %s", action.key, error.message)
-            self.core.evict_failed(action.slot, action.generation, self._loop.time())
+            self.core.evict_failed(action.slot, self._loop.time())
 
     async def _restart(self, action: Restart) -> None:
         lane, confirmed = action.worker, False
@@ -271,24 +264,23 @@ class ResidencyShell:
 
         await self._failure(lane, "restart", stop())
         if confirmed:
-            self.core.exited(lane, action.generation)
+            self.core.exited(lane)
         else:
             _log.error("worker exit unconfirmed, the lane stays shut: %s", lane)
-            self.core.unconfirmed(lane, action.generation)
+            self.core.unconfirmed(lane)
 
     async def _revive(self, action: Revive) -> None:
         error = await self._failure(action.worker, "load", self._lanes[action.worker].start())
         if error is None:
-            self.core.restored(action.worker, action.generation + 1)
+            self.core.restored(action.worker)
         else:
             _log.warning("worker did not come up: %s %s", action.worker, error.message)
-            self._errors[None] = error
-            self.core.revive_failed(action.worker, action.generation)
+            self._error = error
+            self.core.revive_failed(action.worker)
 
     # --- errors ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, why: Refusal, slot: int | None, key: Key | None) -> SynapseError:
-        assert key is not None
+    def _refusal(self, why: Refusal, key: Key) -> SynapseError:
         lane = key.worker
         details = {"lane_id": lane, "stage": "ane_admit", "kind": key.kind, "tokens": key.tokens}
         match why:
@@ -309,6 +301,7 @@ class ResidencyShell:
                     details={**details, "cause": "exit"},
                 )
             case Refusal.FAILED:
-                return self._errors[slot]
+                assert self._error is not None
+                return self._error
             case _:
                 assert_never(why)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 
 class Key(NamedTuple):
@@ -26,17 +26,13 @@ class Limits:
     executables: int = 100
     nbytes: int | None = None
 
-    def ever(self, model: Model) -> bool:
-        """Whether one function of *model* fits when nothing else is there."""
-        return model.layers <= self.executables and (self.nbytes is None or model.nbytes <= self.nbytes)
-
     def fits(self, worker: str, model: Model, charged: Sequence[Slot]) -> bool:
         """Whether another function of *worker*'s *model* fits beside what is *charged*."""
         return (
             len(charged) < self.total
             and sum(slot.key.worker == worker for slot in charged) < self.per_model
-            and sum(slot.layers for slot in charged) + model.layers <= self.executables
-            and (self.nbytes is None or sum(slot.nbytes for slot in charged) + model.nbytes <= self.nbytes)
+            and sum(slot.model.layers for slot in charged) + model.layers <= self.executables
+            and (self.nbytes is None or sum(slot.model.nbytes for slot in charged) + model.nbytes <= self.nbytes)
         )
 
 
@@ -56,7 +52,7 @@ class Refusal(Enum):
     """Transient: no budget in time, or the device is full."""
     NEVER_FITS = "never fits"
     FAILED = "failed"
-    """The admission failed; the shell knows the error."""
+    """The admission or the start failed; the shell knows the error."""
     CLOSED = "closed"
     """The worker is gone for good."""
 
@@ -68,7 +64,6 @@ class Admit:
 
     slot: int
     key: Key
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,6 @@ class Evict:
 
     slot: int
     key: Key
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +87,7 @@ class Refused:
 
     ticket: int
     why: Refusal
-    slot: int | None = None
-    key: Key | None = field(default=None, compare=False)
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +95,35 @@ class Restart:
     """Kill now and confirm the exit (``exited``, or ``unconfirmed``); after a forced one leases are still out."""
 
     worker: str
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Revive:
-    """Start the worker and LOAD its model, whose smallest rung is charged already; report with ``restored``."""
+    """Start the worker and LOAD its model, whose smallest rung is charged already; report with ``restored`` or
+    ``revive_failed``."""
 
     worker: str
-    generation: int
 
 
 Action: TypeAlias = Admit | Evict | Granted | Refused | Restart | Revive
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a function of a model costs."""
+
+    layers: int
+    nbytes: int
+    smallest: int
+
+
 @dataclass(slots=True)
 class Slot:
-    """A charged place."""
+    """A charged place; no other ever has its number, so a report that comes late names nothing."""
 
     id: int
     key: Key
-    generation: int
-    layers: int
-    nbytes: int
+    model: Model
     state: State = State.ADMITTING
     in_flight: bool = True
     """An exchange about this slot is on the wire."""
@@ -139,15 +138,6 @@ class Slot:
     """The victim whose eviction this admission waits for, after the worker said that it is out of resources."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What a function of a model costs."""
-
-    layers: int
-    nbytes: int
-    smallest: int
-
-
 class Phase(Enum):
     """Where a worker's process is. Only while UP is anything leased or evicted."""
 
@@ -160,6 +150,8 @@ class Phase(Enum):
     """It is to go once nothing of it is leased or on the wire, at ``drain_until`` in any case."""
     STOPPING = "stopping"
     """Its Restart was issued; everything stays charged until the exit is confirmed."""
+    CLOSED = "closed"
+    """Its exit can't be confirmed: everything stays charged, and nothing is leased any more."""
 
 
 @dataclass(slots=True)
@@ -170,23 +162,13 @@ class Worker:
     generation: int = 0
     phase: Phase = Phase.DOWN
     drain_until: float = 0.0
-    closed: bool = False
-    """Its exit can't be confirmed: no new leases, ever."""
-
-
-GONE: Final = -1
-"""The slot of a lease whose process is gone."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits (``slot`` is None), or holds its one lease."""
+    """A request that waits (``slot`` is None), or holds its one lease; that of a process that is gone holds nothing."""
 
     id: int
     key: Key
     expires: float
     slot: int | None = None
-
-    def lose(self) -> None:
-        """The worker's process is gone: a lease holds nothing any more, who waits goes on waiting."""
-        self.slot = None if self.slot is None else GONE

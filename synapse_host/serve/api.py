@@ -285,34 +285,29 @@ class _Answer:
         self, piece: Piece, pieces: AsyncGenerator[Piece, None], *, usage: bool
     ) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: the text as it comes, why it ended, with *usage* the counts, ``[DONE]``."""
+        head = {**self._head, "object": "chat.completion.chunk" if self._chat else self._kind}
+
+        def event(content: dict[str, Any], finish_reason: str | None = None) -> bytes:
+            part = {"delta": content} if self._chat else {"text": content.get("content", "")}
+            choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish_reason}
+            return _event({**head, "choices": [choice]})
+
         async with aclosing(pieces):
             if self._chat:
-                yield self._event({"delta": {"role": "assistant", "content": ""}}, None)
+                yield event({"role": "assistant", "content": ""})
             try:
                 while piece.finish_reason is None:
-                    yield self._event(self._part(piece.text), None)
+                    yield event({"content": piece.text})
                     piece = await anext(pieces)
             except SynapseError as exc:
                 yield _event({"error": error_of(exc)})
                 return
             if piece.text:
-                yield self._event(self._part(piece.text), None)
-            yield self._event({"delta": {}} if self._chat else {"text": ""}, piece.finish_reason)
+                yield event({"content": piece.text})
+            yield event({}, piece.finish_reason)
             if usage:
-                counts = _usage(piece.n_prompt, piece.n_gen)
-                yield _event({**self._head, "object": self._chunk, "choices": [], "usage": counts})
+                yield _event({**head, "choices": [], "usage": _usage(piece.n_prompt, piece.n_gen)})
             yield b"data: [DONE]\n\n"
-
-    @property
-    def _chunk(self) -> str:
-        return "chat.completion.chunk" if self._chat else self._kind
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self._chat else {"text": text}
-
-    def _event(self, content: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        return _event({**self._head, "object": self._chunk, "choices": [choice]})
 
 
 def _usage(n_prompt: int, n_gen: int) -> dict[str, int]:

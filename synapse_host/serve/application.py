@@ -22,9 +22,13 @@ def application(service: Service) -> Starlette:
         return response
 
     async def fail(request: Request, exc: Exception) -> Response:
-        return failure(exc, "operator") if isinstance(exc, SynapseError) else internal_error(request)
+        assert isinstance(exc, SynapseError)
+        return failure(exc, getattr(request.state, "place", "operator"))
 
-    handlers = {HTTPException: refuse, SynapseError: fail, Exception: fail}
+    async def break_down(request: Request, exc: Exception) -> Response:
+        return internal_error(request)
+
+    handlers = {HTTPException: refuse, SynapseError: fail, Exception: break_down}
     routes = [*page.routes(), *api.routes(service), *operate.routes(service)]
     app = Starlette(routes=routes, exception_handlers=handlers)
     # A path with a slash behind it is another one: the redirect that it would get has no body that says so.

@@ -221,7 +221,7 @@ class Probe(Body, kw_only=True):
 
 
 class EmbedCall(Load, kw_only=True):
-    """:meth:`Host.embed_stream`, as the command calls it: one chunk, whose first text has the number *offset*."""
+    """:meth:`Host.embed_result`, as the command calls it; the first text has the number *offset*."""
 
     texts: Annotated[list[str], Meta(min_length=1, max_length=CHUNK)]
     truncate: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final
@@ -182,16 +181,12 @@ class _Connection(H11Protocol):
 
 
 def _room() -> int:
-    if sys.platform == "win32":
-        return MAX_CONNECTIONS
     import resource
 
     return max(16, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED))
 
 
 def _raise_descriptors() -> None:
-    if sys.platform == "win32":
-        return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -8,10 +8,17 @@ thread, the values are read on the host's loop, which alone writes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from synapse_host.serve import require
+
+require("prometheus_client")
+from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
+from prometheus_client.core import CounterMetricFamily as Counter  # noqa: E402
+from prometheus_client.core import GaugeMetricFamily as Gauge  # noqa: E402
+from prometheus_client.core import HistogramMetricFamily as Buckets  # noqa: E402
 
 if TYPE_CHECKING:
     from synapse_host.host import Host
@@ -24,9 +31,6 @@ MIB: Final = 1024 * 1024
 
 def text(host: Host) -> str:
     """Return the metrics of *host* in Prometheus' text format; from any thread."""
-    require("prometheus_client")
-    from prometheus_client import CollectorRegistry, generate_latest
-
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(host))
     rendered: bytes = generate_latest(registry)
@@ -55,18 +59,21 @@ class Collector:
 
 
 def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
-    requests = _counter("requests", "Requests by operation and outcome (ok or an error code).", ["op", "outcome"])
-    durations = _histogram(
-        "request_duration_seconds", "From the call to the reply, waiting included; answered requests only.", ["op"]
+    requests = _family(Counter, "requests", "Requests by operation and outcome (ok or an error code).", "op", "outcome")
+    durations = _family(
+        Buckets,
+        "request_duration_seconds",
+        "From the call to the reply, waiting included; answered requests only.",
+        "op",
     )
-    overhead = _histogram(
+    overhead = _family(
+        Buckets,
         "ipc_overhead_seconds",
         "Round trip of PING to an idle worker: wire, wake-ups and worker loop, no model work.",
-        [],
     )
-    loads = _histogram("load_duration_seconds", "LOAD exchanges, from sending to LOADED.", [])
-    shared = _histogram("calls_per_exchange", "Calls that shared one exchange with the worker.", [])
-    transferred = _counter("bytes", "Bytes on the worker's connection, framing included.", ["direction"])
+    loads = _family(Buckets, "load_duration_seconds", "LOAD exchanges, from sending to LOADED.")
+    shared = _family(Buckets, "calls_per_exchange", "Calls that shared one exchange with the worker.")
+    transferred = _family(Counter, "bytes", "Bytes on the worker's connection, framing included.", "direction")
     for lane, counts in counters.items():
         for (op, outcome), number in counts.requests.items():
             requests.add_metric([lane, op, outcome], number)
@@ -81,9 +88,11 @@ def _traffic(counters: dict[str, LaneCounters]) -> Iterator[Any]:
 
 
 def _failures(counters: dict[str, LaneCounters]) -> Iterator[Any]:
-    restarts = _counter("restarts", "Workers started in place of one that ended, by how that one ended.", ["reason"])
-    rejected = _counter("frames_rejected", "Breaches of the protocol by workers, by reason.", ["reason"])
-    abandoned = _counter("abandoned_replies", "Replies that were drained after their caller had left.", [])
+    restarts = _family(
+        Counter, "restarts", "Workers started in place of one that ended, by how that one ended.", "reason"
+    )
+    rejected = _family(Counter, "frames_rejected", "Breaches of the protocol by workers, by reason.", "reason")
+    abandoned = _family(Counter, "abandoned_replies", "Replies that were drained after their caller had left.")
     for lane, counts in counters.items():
         for reason, number in counts.restarts.items():
             restarts.add_metric([lane, reason], number)
@@ -94,15 +103,17 @@ def _failures(counters: dict[str, LaneCounters]) -> Iterator[Any]:
 
 
 def _states(lanes: dict[str, dict[str, Any]]) -> Iterator[Any]:
-    info = _gauge("info", "1 for each lane, with what serves it.", ["model", "engine", "device", "state"])
-    waiting = _gauge("queue_length", "Requests that wait for the lane.", [])
-    strikes = _gauge("strikes", "Strikes in a row; two quarantine the lane.", [])
-    quarantined = _gauge("quarantined", "1 while the lane is quarantined.", [])
-    remaining = _gauge(
-        "quarantine_remaining_seconds", "Until the lane opens again; +Inf when only a probe opens it.", []
+    info = _family(Gauge, "info", "1 for each lane, with what serves it.", "model", "engine", "device", "state")
+    waiting = _family(Gauge, "queue_length", "Requests that wait for the lane.")
+    strikes = _family(Gauge, "strikes", "Strikes in a row; two quarantine the lane.")
+    quarantined = _family(Gauge, "quarantined", "1 while the lane is quarantined.")
+    remaining = _family(
+        Gauge, "quarantine_remaining_seconds", "Until the lane opens again; +Inf when only a probe opens it."
     )
-    rss = _gauge("rss_bytes", "Resident memory of the worker, from its last PONG.", [])
-    share = _gauge("placement_share", "Share of operations that can run on the Neural Engine, from the last PONG.", [])
+    rss = _family(Gauge, "rss_bytes", "Resident memory of the worker, from its last PONG.")
+    share = _family(
+        Gauge, "placement_share", "Share of operations that can run on the Neural Engine, from the last PONG."
+    )
     for lane, health in lanes.items():
         described = [str(health[key] or "") for key in ("model", "engine", "device", "state")]
         info.add_metric([lane, *described], 1)
@@ -119,12 +130,13 @@ def _states(lanes: dict[str, dict[str, Any]]) -> Iterator[Any]:
 
 
 def _silence(counters: dict[str, LaneCounters], host: Host) -> Iterator[Any]:
-    gap = _gauge(
+    gap = _family(
+        Gauge,
         "progress_gap_seconds",
         "Longest silence within an exchange so far, by the window it counts against.",
-        ["window"],
+        "window",
     )
-    limit = _gauge("silence_window_seconds", "Silence after which a worker is killed.", ["window"])
+    limit = _family(Gauge, "silence_window_seconds", "Silence after which a worker is killed.", "window")
     windows = host.config.windows
     for lane, counts in counters.items():
         for name in ("setup", "control", "ping", "inference"):
@@ -134,30 +146,10 @@ def _silence(counters: dict[str, LaneCounters], host: Host) -> Iterator[Any]:
     yield from (gap, limit)
 
 
-def _counter(name: str, help: str, labels: Sequence[str]) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
-    return CounterMetricFamily(PREFIX + name, help, labels=["lane", *labels])
-
-
-def _gauge(name: str, help: str, labels: Sequence[str]) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return GaugeMetricFamily(PREFIX + name, help, labels=["lane", *labels])
-
-
-def _histogram(name: str, help: str, labels: Sequence[str]) -> Any:
-    from prometheus_client.core import HistogramMetricFamily
-
-    return HistogramMetricFamily(PREFIX + name, help, labels=["lane", *labels])
+def _family(kind: Any, name: str, help: str, *labels: str) -> Any:
+    return kind(PREFIX + name, help, labels=["lane", *labels])
 
 
 def _observe(family: Any, labels: list[str], histogram: Histogram) -> None:
-    family.add_metric(labels, list(_cumulative(histogram.bounds, histogram.counts)), sum_value=histogram.total)
-
-
-def _cumulative(bounds: Iterable[float], counts: Sequence[int]) -> Iterator[tuple[str, int]]:
-    total = 0
-    for bound, number in zip((*bounds, math.inf), counts, strict=True):
-        total += number
-        yield ("+Inf" if bound == math.inf else repr(bound), total)
+    bounds = [*map(repr, histogram.bounds), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), sum_value=histogram.total)

@@ -10,10 +10,12 @@ import asyncio
 import codecs
 import math
 import time
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -21,6 +23,7 @@ from starlette.routing import BaseRoute, Route
 from synapse_host.certificates import standing
 from synapse_host.certification.report import row_of
 from synapse_host.errors import InvalidRequest, SynapseError, UnknownModel
+from synapse_host.results import EmbedResult, Generation, RerankResult
 from synapse_host.serve import bodies, metrics
 from synapse_host.serve.bodies import EmbedCall, GenerateCall, Lane, Load, Logs, Probe, RerankCall
 from synapse_host.serve.service import Endpoint, Service, deadline_of, json_response
@@ -208,57 +211,34 @@ class Operator:
 
 
 class Calls:
-    """The host's own calls, for commands of the same user: all that a result holds, vectors as float32 in base64."""
+    """The host's own calls, for commands of the same user. A body's fields are the call's arguments."""
 
     def __init__(self, service: Service) -> None:
         self._host = service.host
 
     async def embed(self, request: Request, body: EmbedCall) -> Response:
         """Vectors of texts."""
-        stream = self._host.embed_stream(
-            body.model,
-            body.texts,
-            lane=body.lane,
-            deadline=deadline_of(request, body),
-            truncate=body.truncate,
-            prompt=body.prompt,
-            dimensions=body.dimensions,
-            offset=body.offset,
-        )
-        async with aclosing(stream) as results:
-            result = await anext(results)  # the only one: a chunk of the host's takes as many texts as a body may hold
-        vectors = {"dims": result.vectors.shape[1], "vectors": result.vectors.tobytes()}
-        return json_response({**_served_by(result), **vectors, "truncated": result.truncated, "tokens": result.tokens})
+        return _result(await self._host.embed_result(**_arguments(request, body)))
 
     async def rerank(self, request: Request, body: RerankCall) -> Response:
         """Scores of documents."""
-        result = await self._host.rerank_result(
-            body.model,
-            body.query,
-            body.documents,
-            raw=body.raw,
-            lane=body.lane,
-            deadline=deadline_of(request, body),
-            truncate=body.truncate,
-        )
-        return json_response({**_served_by(result), "scores": result.scores.tobytes(), "truncated": result.truncated})
+        return _result(await self._host.rerank_result(**_arguments(request, body)))
 
     async def generate(self, request: Request, body: GenerateCall) -> Response:
         """The continuation of a prompt."""
-        result = await self._host.generate(
-            body.model,
-            body.prompt,
-            max_tokens=body.max_tokens,
-            chat=body.chat,
-            lane=body.lane,
-            deadline=deadline_of(request, body),
-        )
-        counts = {"n_prompt": result.n_prompt, "n_gen": result.n_gen, "finish_reason": result.finish_reason}
-        return json_response({**_served_by(result), "text": result.text, **counts})
+        return _result(await self._host.generate(**_arguments(request, body)))
 
 
-def _served_by(result: Any) -> dict[str, str]:
-    return {key: getattr(result, key) for key in ("model", "lane", "engine", "device")}
+def _arguments(request: Request, body: bodies.Body) -> dict[str, Any]:
+    arguments = {**structs.asdict(body), "deadline": deadline_of(request, body)}
+    del arguments["timeout"]
+    return arguments
+
+
+def _result(result: EmbedResult | RerankResult | Generation) -> Response:
+    """Return all that a result holds, arrays as float32 in base64."""
+    packed = msgspec.json.encode(result, enc_hook=lambda array: array.tobytes())
+    return Response(packed, media_type="application/json")
 
 
 def _tail(ring: LogRing, after: int) -> dict[str, Any]:

@@ -246,33 +246,22 @@ class Endpoint:
         self._service, self._kind, self._handle, self._place, self._work = service, kind, handle, place, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request; what it fails with, the application tells in the words of *place*."""
         request = Request(scope, receive, send)
-        request.state.held = 0
-        counted = False
-        try:
-            if self._work:
-                self._service.enter()
-                counted = True
-            response = await self._answered(request)
-            if response is not None:
-                await response(scope, receive, send)
-        finally:
-            self._service.leave(request.state.held, counted=counted)
-
-    async def _answered(self, request: Request) -> Response | None:
-        """Return the answer, be it that the request failed; None where nobody is left to read it."""
+        request.state.place, request.state.held = self._place, 0
+        if self._work:
+            self._service.enter()
         try:
             own = self._place == "command"
             data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
             handled = self._handle(request, decode(data, self._kind, own=own))
-            return await (unless_gone(request, handled) if self._work else handled)
-        except SynapseError as exc:
-            return failure(exc, self._place)
+            response = await (unless_gone(request, handled) if self._work else handled)
+            if response is not None:
+                await response(scope, receive, send)
         except ClientDisconnect:
-            return None
-        except Exception:  # a bug of ours ends one request, never the host
-            return internal_error(request)
+            pass  # nobody is left to read an answer
+        finally:
+            self._service.leave(request.state.held, counted=self._work)
 
 
 def internal_error(request: Request) -> Response:

@@ -5,8 +5,6 @@ Reading it touches no worker. PING feeds it in the background: it never queues b
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any, Final
 
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -64,10 +62,7 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 _PONG: Final[dict[str, None]] = dict.fromkeys(
-    (
-        *("rss_growth_mb", "rss_mb", "models_loaded", "placement_share", "buckets"),
-        *("resident_shapes", "resident_packed"),
-    )
+    ("rss_growth_mb", "rss_mb", "models_loaded", "placement_share", "buckets", "resident_shapes", "resident_packed")
 )
 """What is history when the worker is gone; what HELLO said stays."""
 
@@ -137,27 +132,3 @@ class LaneHealth:
 
 def _known(value: Any) -> Any:
     return None if value is UNSET else value
-
-
-class Refresher:
-    """Calls *look* every *interval* seconds until stopped. *look* must not wait: it skips what is busy or missing."""
-
-    def __init__(self, interval: float, look: Callable[[], None]) -> None:
-        self._interval = interval
-        self._look = look
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Begin; does nothing when running."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
-
-    def stop(self) -> None:
-        """End; idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _tick(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
-        self._look()

@@ -18,7 +18,7 @@ from engines.protocol.errors import LocalProtocolError
 from engines.protocol.messages import AnyReply, Load, Loaded, Ping
 from synapse_host.errors import EngineCrashed, LaneRefused
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.health import Health, LaneHealth, Refresher
+from synapse_host.supervision.health import Health, LaneHealth
 from synapse_host.supervision.queueing import Turns
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
@@ -45,7 +45,6 @@ class Generations:
         *,
         owner: Owner,
         health: LaneHealth,
-        spawned: Callable[[], None],
         admit: Callable[[LaneSpec], Awaitable[LaneSpec]] | None = None,
     ) -> None:
         self.number = 0
@@ -65,7 +64,6 @@ class Generations:
         self._owner = owner
         self._counters = context.counters
         self._health = health
-        self._spawned = spawned
         self._loop = asyncio.get_running_loop()
         self._forwarder = LineForwarder(self._spec.lane_id, per_second=context.config.log_lines_per_s)
         self._revision: str | None = None
@@ -184,7 +182,6 @@ class Generations:
         self._health.greeted(hello, self._loop.time())
         self._revision = self._health.facts.kernel_revision or self._revision
         self.advertised = tuple(self._health.facts.packed_widths)
-        self._spawned()
         return session
 
     # --- the end of one ----------------------------------------------------------------------------------------------
@@ -280,7 +277,7 @@ class Generations:
             return "refused"
         if not self._standing.quarantine.admits(now):
             return "quarantined"
-        if self.start_under_way():
+        if self.starting is not None:
             return "loading"
         if self.session is None:
             return "stopped"
@@ -290,7 +287,7 @@ class Generations:
 
 
 class Idle:
-    """One lane's timers. Its supervisor starts them with the first worker and stops them when it closes."""
+    """Looks after one lane while nobody uses it, from its making until :meth:`stop`."""
 
     def __init__(self, context: LaneContext, turns: Turns, workers: Generations, health: LaneHealth) -> None:
         self.rest: Callable[[], None] = workers.rest
@@ -301,19 +298,22 @@ class Idle:
         self._workers = workers
         self._health = health
         self._loop = asyncio.get_running_loop()
-        self._timers = [Refresher(context.config.ping_interval, self._ping)]
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._again(context.config.ping_interval, self._ping)
         if (after := context.config.idle_unload) is not None:
-            self._timers.append(Refresher(max(after / 4, LEAST_S), partial(self._end, after)))
-
-    def start(self) -> None:
-        """Begin; does nothing when running."""
-        for timer in self._timers:
-            timer.start()
+            self._again(max(after / 4, LEAST_S), partial(self._end, after))
 
     def stop(self) -> None:
-        """End; idempotent."""
-        for timer in self._timers:
-            timer.stop()
+        """Look no more; idempotent."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _again(self, interval: float, look: Callable[[], None]) -> None:
+        self._timers[look] = self._loop.call_later(interval, self._look, interval, look)
+
+    def _look(self, interval: float, look: Callable[[], None]) -> None:
+        self._again(interval, look)
+        look()
 
     def _session(self) -> Session | None:
         """Return the living worker's session while nobody uses or wants the lane."""
@@ -333,7 +333,7 @@ class Idle:
         waiter.cancel()
         try:
             session.begin(Exchange(Ping(req_id=session.next_req_id()), None, waiter, "ping"))
-        except LocalProtocolError:
+        except (LocalProtocolError, MemoryError):
             self._turns.pass_on()
 
     def _end(self, after: float) -> None:

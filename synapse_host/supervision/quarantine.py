@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from engines.protocol.messages import Request, type_name
 from synapse_host.placement.spec import LaneKind
@@ -22,10 +22,6 @@ class Fingerprint(Struct, frozen=True):
     ids_sha256: str | None
     """Hex digest of the raw ids; None for a request without any."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return structs.asdict(self)
-
 
 def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
     """Return what identifies a request's content: operation, model, digest of the ids."""
@@ -33,17 +29,8 @@ def fingerprint_of(request: Request, payload: Any, model: str) -> Fingerprint:
     return Fingerprint(type_name(request), model, digest)
 
 
-class Strike(Struct, frozen=True):
-    """One genuine crash, protocol fault or hang. ``fingerprint`` is None when no request was open."""
-
-    generation: int
-    cause: str
-    at: float
-    fingerprint: Fingerprint | None = None
-
-
 class Quarantine:
-    """Counts strikes in a row.
+    """Counts strikes in a row: genuine crashes, protocol faults and hangs.
 
     A strike belongs to a worker generation, and a generation dies of its first one: however many waiters see the
     failure, it counts once. Catalog lanes open again after the cool-down with no strikes; legacy lanes stay shut until
@@ -53,19 +40,19 @@ class Quarantine:
     def __init__(self, kind: LaneKind, *, cool_down: float) -> None:
         self._kind = kind
         self._cool_down = cool_down
-        self._strikes: list[Strike] = []
+        self._strikes: list[Fingerprint | None] = []
         self._shut_at: float | None = None
         self._struck_generation = 0
 
-    def strike(self, strike: Strike) -> bool:
-        """Record a strike; False when its generation was already charged."""
-        if strike.generation <= self._struck_generation:
+    def strike(self, generation: int, now: float, fingerprint: Fingerprint | None) -> bool:
+        """Record a strike, on the request of *fingerprint* if one was open; False when *generation* was charged."""
+        if generation <= self._struck_generation:
             return False
-        self._struck_generation = strike.generation
-        self._lapse(strike.at)
-        self._strikes = [*self._strikes, strike][-LIMIT:]
+        self._struck_generation = generation
+        self._lapse(now)
+        self._strikes = [*self._strikes, fingerprint][-LIMIT:]
         if len(self._strikes) == LIMIT and self._shut_at is None:
-            self._shut_at = strike.at
+            self._shut_at = now
         return True
 
     def served(self, generation: int) -> None:
@@ -108,17 +95,12 @@ class Quarantine:
         return self._shut_at + self._cool_down - now
 
     @property
-    def history(self) -> tuple[Strike, ...]:
-        """The strikes in a row, oldest first."""
-        return tuple(self._strikes)
-
-    @property
-    def same_input(self) -> bool:
-        """True when the last two strikes happened on the same request content."""
+    def same_input(self) -> Fingerprint | None:
+        """The request content that the last two strikes happened on; None when it differed or there was none."""
         if len(self._strikes) < LIMIT:
-            return False
-        first, second = self._strikes[-2].fingerprint, self._strikes[-1].fingerprint
-        return first is not None and first == second
+            return None
+        first, *_, last = self._strikes
+        return first if first == last else None
 
     def _lapse(self, now: float) -> None:
         if self._kind == "catalog" and self._shut_at is not None and now >= self._shut_at + self._cool_down:

@@ -9,23 +9,22 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from msgspec import Struct
+
 from engines.machine import usable_cores
 from synapse_host.errors import SynapseError
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
 
 
-class Waiter:
+class Waiter(Struct, eq=False):
     """One who waits: its place among the others, and what it will build."""
 
-    __slots__ = ("build", "deadline", "future", "late", "place")
-
-    def __init__(self, place: int, build: Any, deadline: float | None, late: Callable[[], SynapseError]) -> None:
-        self.place = place
-        self.build = build
-        self.deadline = deadline
-        self.late = late
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    place: int
+    build: Any
+    deadline: float | None
+    late: Callable[[], SynapseError]
+    future: asyncio.Future[Any]
 
 
 class Line:
@@ -58,11 +57,10 @@ class Line:
         served and cancelled in the same turn of the loop. A caller who was taken along by :meth:`board` returns what
         its future got.
         """
-        waiter = Waiter(self.arrive() if place is None else place, build, deadline, late)
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(self.arrive() if place is None else place, build, deadline, late, loop.create_future())
         insort(self._waiters, waiter, key=attrgetter("place"))
-        timer = None
-        if deadline is not None:
-            timer = asyncio.get_running_loop().call_at(deadline, refuse, waiter.future, late)
+        timer = None if deadline is None else loop.call_at(deadline, refuse, waiter.future, late)
         try:
             return await waiter.future
         except BaseException:
@@ -117,7 +115,7 @@ def refuse(waiter: asyncio.Future[Any], why: Callable[[], SynapseError]) -> None
 class Turns:
     """The turn on one lane's stream; at most *limit* callers wait for it.
 
-    Where :attr:`held` is False a caller may set it instead of calling :meth:`take`: the hot path does.
+    Where :attr:`held` is False a caller may set it instead of calling :meth:`take`.
     """
 
     def __init__(self, standing: Standing, *, limit: int) -> None:
@@ -203,17 +201,9 @@ class Turns:
                 return
 
 
-def expire(waiter: asyncio.Future[None], lane_id: str, stage: str) -> None:
-    """Answer a waiter whose deadline passed."""
-    refuse(waiter, partial(refusals.late, lane_id, stage))
-
-
 class _Pool:
-    __slots__ = ("free", "size", "waiters")
-
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.free = size
+        self.size = self.free = size
         self.waiters = Line()
 
 
@@ -244,7 +234,7 @@ class Permits:
 
     def try_acquire(self, device: str) -> bool:
         """Take a permit if one is free and nobody waits."""
-        pool = self._pools.get(device) or self._pool(device)
+        pool = self._pool(device)
         if pool.free > 0:
             pool.free -= 1
             return True
@@ -258,7 +248,7 @@ class Permits:
 
     def release(self, device: str) -> None:
         """Give a permit back; the longest waiter gets it."""
-        pool = self._pools.get(device) or self._pool(device)
+        pool = self._pool(device)
         if not pool.waiters.serve():
             pool.free += 1
 

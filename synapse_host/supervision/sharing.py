@@ -7,7 +7,6 @@ alone; of a crash all of them hear, and none of them shares again, so that whoev
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Container, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -24,7 +23,7 @@ USEFUL_TOKENS: Final = 4096
 """Tokens up to which an exchange is filled; ``batch_size`` in a lane's ``runtime_config`` says otherwise."""
 MAX_SUSPECTS: Final = 1024
 """Calls whose shared exchange ended with a crash; the latest ones are remembered."""
-ALONE: Final = ("alone",)
+ALONE: Final[Any] = ("alone",)
 """What a caller gets from a shared exchange when it is to be served by itself."""
 
 
@@ -95,7 +94,7 @@ class Sharing:
 
     def answer(self, exchange: Exchange, outcomes: Sequence[Outcome], error: SynapseError | None) -> int:
         """Give every caller its outcome, or what follows from *error*; return how many had left."""
-        waiters = _waiters(exchange)
+        waiters = [exchange.waiter, *(rider.future for rider in exchange.riders)]
         left = 0
         for index, waiter in enumerate(waiters):
             if waiter.done():
@@ -117,9 +116,3 @@ class Sharing:
                 self._suspects[build.fingerprint()] = None
             while len(self._suspects) > MAX_SUSPECTS:
                 del self._suspects[next(iter(self._suspects))]
-
-
-def _waiters(exchange: Exchange) -> list[asyncio.Future[Any]]:
-    if not exchange.riders:
-        return [exchange.waiter]
-    return [exchange.waiter, *(rider.future for rider in exchange.riders)]

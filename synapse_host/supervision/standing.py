@@ -7,9 +7,11 @@ import logging
 import shlex
 from typing import Any
 
+from msgspec import structs
+
 from synapse_host.errors import EngineCrashed, LaneRefused, ProbeRequired
 from synapse_host.placement.spec import LaneSpec
-from synapse_host.supervision.quarantine import Quarantine, Strike, fingerprint_of
+from synapse_host.supervision.quarantine import Quarantine, fingerprint_of
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.process import Death
 from synapse_host.worker.refusals import stopping
@@ -62,7 +64,7 @@ class Standing:
         if exchange is not None:
             fingerprint = fingerprint_of(exchange.request, exchange.payload, self.spec.model)
         open_before = self.quarantine.admits(now)
-        self.quarantine.strike(Strike(death.generation, death.cause, now, fingerprint))
+        self.quarantine.strike(death.generation, now, fingerprint)
         shut = not self.quarantine.admits(now)
         remaining = self.quarantine.remaining(now)
         if shut and open_before:
@@ -77,9 +79,9 @@ class Standing:
             "signal": death.signal,
             "log_tail": death.log_tail,
             "quarantined": shut,
-            "fingerprint": None if fingerprint is None else fingerprint.to_dict(),
+            "fingerprint": None if fingerprint is None else structs.asdict(fingerprint),
         }
-        if self.quarantine.same_input:
+        if self.quarantine.same_input is not None:
             details["same_input"] = True
         self._last_words = f"{stage}: {death.describe()}"
         self.last_crash = EngineCrashed(
@@ -93,7 +95,10 @@ class Standing:
         """Return the answer of a quarantined lane; *remaining*: None where only a probe opens it."""
         lane_id = self.spec.lane_id
         details = {"lane_id": lane_id, "quarantined": True}
-        last = self._last_words + self._same_input()
+        last = self._last_words
+        if (same := self.quarantine.same_input) is not None:
+            digest = "" if same.ids_sha256 is None else f", fingerprint {same.ids_sha256[:4]}…"
+            last += f"; the same input both times{digest}"
         why = f"its worker died twice in a row (last, {last})."
         see = f"See: synapse logs {shlex.quote(lane_id)}."
         if remaining is None:
@@ -117,10 +122,3 @@ class Standing:
                 "operator": f"{see} {unload}",
             },
         )
-
-    def _same_input(self) -> str:
-        if not self.quarantine.same_input:
-            return ""
-        fingerprint = self.quarantine.history[-1].fingerprint
-        digest = None if fingerprint is None else fingerprint.ids_sha256
-        return "; the same input both times" + ("" if digest is None else f", fingerprint {digest[:4]}…")

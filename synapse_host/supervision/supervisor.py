@@ -38,7 +38,7 @@ from synapse_host.errors import EngineCrashed, SynapseError
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.supervision.health import LaneHealth
 from synapse_host.supervision.lifecycle import Generations, Idle
-from synapse_host.supervision.queueing import Permits, Turns, expire
+from synapse_host.supervision.queueing import Permits, Turns, refuse
 from synapse_host.supervision.sharing import ALONE, Sharing
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker import refusals
@@ -75,9 +75,7 @@ class Supervisor:
         self._quarantine = self._standing.quarantine
         self._turns = Turns(self._standing, limit=config.queue_limit)
         self._health = LaneHealth(spec)
-        self._workers = Generations(
-            context, self._standing, owner=self, health=self._health, spawned=lambda: self.idle.start(), admit=admit
-        )
+        self._workers = Generations(context, self._standing, owner=self, health=self._health, admit=admit)
         self.idle = Idle(context, self._turns, self._workers, self._health)
         self._closer: asyncio.Task[None] | None = None
         self._sharing = Sharing(self._turns, spec)
@@ -111,14 +109,8 @@ class Supervisor:
         nonfinite_output, oom, and the class of the worker's ERR code. A caller that leaves (deadline, cancellation)
         neither harms the worker nor frees the lane early.
         """
-        started = time.monotonic()
-        try:
-            outcome = await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
-        except BaseException as exc:
-            self.counters.failed(stage, exc)
-            raise
-        self.counters.served(stage, time.monotonic() - started)
-        return outcome
+        with self.counters.call(stage):
+            return await self.exchange(build, deadline=deadline, stage=stage, generation=generation, lease=lease)
 
     async def exchange(
         self,
@@ -136,49 +128,16 @@ class Supervisor:
         """
         turns = self._turns
         self._standing.admit()
-        place, outcome = 0, None
-        if turns.held:
-            place = turns.arrive()
-            outcome = await turns.take(deadline, stage, place=place, limited=not again, build=build)
-        else:
-            turns.held = True
+        place = turns.arrive()
+        outcome: Outcome | None = await turns.take(deadline, stage, place=place, limited=not again, build=build)
         if outcome is None:
-            # None: a start or a permit has to be waited for, or the worker is another one than asked for.
-            current = generation is None or generation == self._workers.number
-            waiter = self._at_once(build, deadline, stage, lease) if current else None
-            if waiter is None:
-                outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
-            else:
-                outcome = await waiter
+            outcome = await self._serve(build, deadline, stage, generation=generation, lease=lease)
         if outcome is ALONE:
             # A shared exchange failed, and nobody knows for whose rows: each call once more, by itself, in its place.
             self._standing.admit()
             await turns.take(deadline, stage, place=place, limited=False)
             return await self._serve(lambda *names: build(*names), deadline, stage)
         return outcome
-
-    def _at_once(
-        self, build: Build, deadline: float | None, stage: str, lease: Lease | None
-    ) -> asyncio.Future[Outcome] | None:
-        """Send a request that nothing keeps waiting, without a coroutine of its own; None when something does.
-
-        The caller holds the turn, and still does after None.
-        """
-        session = self._workers.session
-        if session is None or session.dead or session.model_ref is None:
-            return None
-        if deadline is not None and self._loop.time() >= deadline:
-            return None
-        try:
-            request, payload = build(session.next_req_id(), session.model_ref)
-        except BaseException:
-            self._turns.pass_on()
-            raise
-        permit = type(request) in SERVING
-        if permit and not self._permits.try_acquire(self.spec.device):
-            return None
-        waiter = self._loop.create_future()
-        return self._begin(session, Exchange(request, payload, waiter, stage, deadline, permit, lease, build))
 
     async def _serve(
         self,
@@ -374,7 +333,7 @@ class Supervisor:
 
     def overdue(self, exchange: Exchange) -> None:
         """Answer the caller; its exchange keeps stream and permit until the reply is drained."""
-        expire(exchange.waiter, self.spec.lane_id, exchange.stage)
+        refuse(exchange.waiter, lambda: refusals.late(self.spec.lane_id, exchange.stage))
 
     def alive(self, session: Session) -> None:
         """Validated progress: health is fresh."""

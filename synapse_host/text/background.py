@@ -30,10 +30,6 @@ class _Threads:
         self._jobs: deque[Callable[[], None]] = deque()
         self._running = 0
 
-    @property
-    def busy(self) -> bool:
-        return self._running > 0
-
     def start(self, job: Callable[[], None]) -> None:
         """Run *job* in a thread; QueueFull where the machine starts none and no other will come to it."""
         # A thread counts once it runs: the system may refuse to start it (a limit of processes).
@@ -83,11 +79,6 @@ def start_thread(target: Callable[..., None], *args: Any, name: str) -> threadin
             details={"reason": "threads"},
         ) from exc
     return thread
-
-
-def busy() -> bool:
-    """True while work runs; a process that ends now ends it in the middle of a C call."""
-    return _threads.busy
 
 
 def beside(work: Callable[[], T]) -> asyncio.Future[T]:

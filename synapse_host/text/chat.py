@@ -11,7 +11,6 @@ at the next call. One template runs at a time. Everything here blocks: call it f
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -77,7 +76,7 @@ def chat_ids(
             advice={"python": "Generate without chat=True.", "command": "Generate without --chat."},
         )
     messages = _messages(prompt, tokenizer.max_characters)
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    special = bundle.manifest.special_ids or {}
     tokens = {f"{role}_token": tokenizer.token(id) for role, id in special.items() if role in ("bos", "eos")}
     if not any(tokenizer.mentions_special(message["content"]) for message in messages):
         return tokenizer.template(renderer.render(template, messages, name=name, tokens=tokens))
@@ -130,18 +129,8 @@ class Renderer:
         self._closed = False
         self._pid = os.getpid()
 
-    @property
-    def started(self) -> bool:
-        """True while there is a process to end."""
-        return self._child is not None
-
     def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        name: str,
-        tokens: Mapping[str, str] | None = None,
+        self, template: str, messages: Sequence[dict[str, str]], *, name: str, tokens: Mapping[str, str] = {}
     ) -> str:
         """Return the template's text, as transformers' ``apply_chat_template(add_generation_prompt=True)`` writes it.
 
@@ -149,9 +138,7 @@ class Renderer:
         too long or writes too much; InvalidRequest where jinja2 is missing or the template refuses the messages;
         QueueFull where the process can't be started, somebody kills it, or the host closes.
         """
-        request = json.dumps(
-            {"template": template, "messages": [dict(message) for message in messages], "tokens": dict(tokens or {})}
-        ).encode()
+        request = msgspec.json.encode({"template": template, "messages": messages, "tokens": tokens})
         with self._lock:
             kind, text = self._exchange(request)
         if kind == TEXT:
@@ -168,7 +155,7 @@ class Renderer:
 
     async def aclose(self) -> None:
         """End the process beside the loop: it is reaped, and a template may be in the middle."""
-        if self.started:
+        if self._child is not None:
             with suppress(QueueFull):  # no thread for it: at the interpreter's end there is none
                 await beside(self.close)
                 return

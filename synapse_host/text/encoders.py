@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from engines.bundle.manifest import Bundle
@@ -13,7 +12,6 @@ from synapse_host.text.background import beside
 from synapse_host.text.limits import FREE_CHARACTERS
 from synapse_host.text.rows import Rows
 from synapse_host.text.tokenizer import TextTokenizer
-from synapse_host.text.validate import check_source
 
 CHUNK: Final = 1024
 """Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""
@@ -89,30 +87,19 @@ async def in_thread(encode: Callable[[], T], until: float | None) -> T:
 
 
 async def chunks(
-    tokenizer: TextTokenizer,
-    texts: Iterable[str],
-    until: float | None,
-    *,
-    truncate: bool,
-    offset: int,
-    prompt: str | None = None,
+    texts: Sequence[str], until: float | None, encode: Callable[[Sequence[str], int], Rows], *, query: str | None = None
 ) -> AsyncGenerator[Rows, None]:
-    """Yield the rows of consecutive chunks of at most CHUNK texts; the next one is made while the caller has this one.
+    """Yield what *encode* makes of consecutive chunks of at most CHUNK texts, each with the index of its first text.
 
-    Indices count from *offset*. *texts* is read in a thread too. Past the deadline, and when the iterator is left
-    early, that thread finishes the chunk that it reads and drops it.
+    Without texts one empty chunk. The next one is made in a thread while the caller has this one; past the deadline,
+    and when the iterator is left early, it is finished and dropped. *query* is put before each of the texts.
     """
-    source = check_source(texts)
-
-    def prepare(first: int) -> Rows | None:
-        chunk = list(islice(source, CHUNK))
-        return tokenizer.rows(chunk, truncate=truncate, offset=first, prompt=prompt) if chunk else None
-
-    ahead = beside(lambda: prepare(offset))
-    while (rows := await _within(ahead, until)) is not None:
-        offset += len(rows.lengths)
-        ahead = beside(lambda first=offset: prepare(first))  # type: ignore[misc]
+    rows = await encoded(texts[:CHUNK], until, lambda: encode(texts[:CHUNK], 0), query=query)
+    for start in range(CHUNK, len(texts), CHUNK):
+        ahead = beside(lambda start=start: encode(texts[start : start + CHUNK], start))  # type: ignore[misc]
         yield rows
+        rows = await _within(ahead, until)
+    yield rows
 
 
 async def _within(future: asyncio.Future[T], until: float | None) -> T:

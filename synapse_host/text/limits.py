@@ -36,19 +36,20 @@ CUTTABLE: Final = ("text", "document")
 """What ``truncate`` may cut: texts of a caller. Prompts, queries and rows of ids are never cut."""
 
 
+def named(noun: str, index: int) -> str:
+    """Return what a message calls a text; a request has one query or prompt, where an index would only confuse."""
+    return f"the {noun}" if noun in ("prompt", "query") else f"{noun} {index}"
+
+
 def too_long(
     index: int, tokens: int, max_tokens: int, *, model: str, noun: str = "text", at_least: bool = False
 ) -> SequenceTooLong:
     """Return the error that names the row, its length and the way out; *at_least*: the rest was not counted."""
-    what = f"the {noun}" if noun in ("prompt", "query") else f"{noun} {index}"
-    advice = "Shorten it or pass {} (truncated texts are listed in the result)."
+    advice = "Shorten it or pass {} (truncated texts are listed in the result)." if noun in CUTTABLE else "Shorten it."
     return SequenceTooLong(
-        f"{what} has {'at least ' if at_least else ''}{tokens} tokens, {model} takes {max_tokens}.",
+        f"{named(noun, index)} has {'at least ' if at_least else ''}{tokens} tokens, {model} takes {max_tokens}.",
         details={"index": index, "tokens": tokens, "max_tokens": max_tokens},
-        advice={
-            "python": advice.format("truncate=True") if noun in CUTTABLE else "Shorten it.",
-            "command": advice.format("--truncate") if noun in CUTTABLE else "Shorten it.",
-        },
+        advice={"python": advice.format("truncate=True"), "command": advice.format("--truncate")},
     )
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from synapse_host.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -45,13 +43,6 @@ def flatten(rows: Sequence[Sequence[int]]) -> IntArray:
 
     total = sum(map(len, rows))
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
-
-
-def joined(blocks: list[IntArray]) -> IntArray:
-    """Return arrays of ids end to end."""
-    import numpy as np
-
-    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def single_frame(tokenizer: Tokenizer, family: str, task: str, special: dict[str, int]) -> Frame:
@@ -98,7 +89,7 @@ def special_frame(bundle: Bundle, *, composed: bool = True) -> Frame:
 
     InvalidRequest where the manifest doesn't say them, unless a worker composes the pairs and only their number counts.
     """
-    special = bundle.manifest.special_ids if bundle.manifest.special_ids is not UNSET else {}
+    special = bundle.manifest.special_ids or {}
     separators = 2 if bundle.manifest.family in ("roberta", "xlm-roberta", "mpnet") else 1
     if composed and not {"cls", "sep"} <= special.keys():
         raise InvalidRequest(

@@ -18,9 +18,9 @@ from msgspec import UNSET
 from engines.bundle.manifest import Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.text import tokenizer_file
-from synapse_host.text.limits import FREE_CHARACTERS, budget, too_long
+from synapse_host.text.limits import FREE_CHARACTERS, budget, named, too_long
 from synapse_host.text.literals import Literals
-from synapse_host.text.rows import Frame, Rows, flatten, joined, pair_frame, single_frame
+from synapse_host.text.rows import Frame, Rows, flatten, pair_frame, single_frame
 from synapse_host.text.spelling import speller
 from synapse_host.text.tokenizer_schema import MAX_IDS
 from synapse_host.text.validate import prompt_text
@@ -47,8 +47,7 @@ FIRST_PIECE: Final = 8
 MARGIN: Final = 16
 """Tokens at the end of a piece that the cut may have changed."""
 
-_ALONE: Final = ("query", "prompt")
-"""What a request has one of, so that an index would only confuse."""
+NO_TOKENS: Final = "has no tokens: the tokenizer drops all of it"
 
 # Source: the model card of Qwen3-Reranker, "Transformers Usage".
 _JUDGE_PREFIX: Final = (
@@ -82,18 +81,16 @@ class TextTokenizer:
         # Kept: the second object below comes from the same bytes, whatever becomes of the file.
         self._file = tokenizer_file.checked(path, manifest.tokenizer.digest, self.model)
         self._name = path.name
-        self._plain = _open(self._file, self._name, self.model)
-        self._literals = self._run(
-            lambda: Literals(self._plain, self._file, lambda data: _open(data, self._name, self.model))
-        )
+        self._plain = self._opened(self._file)
+        self._literals = self._run(lambda: Literals(self._plain, self._file, self._opened))
         self._longest = max(map(len, self._plain.get_vocab()), default=1) or 1
         self.max_characters = min(MAX_CHARACTERS, max(LEAST_CHARACTERS, self.max_tokens * self._longest))
         """A longer text can't fit: it is refused, or cut to this, before it is tokenised."""
-        special = manifest.special_ids if manifest.special_ids is not UNSET else {}
+        special = manifest.special_ids or {}
         self._instructed = manifest.task == "rerank" and manifest.family == "qwen3"
         self.single = self._run(lambda: single_frame(self._plain, manifest.family, manifest.task, special))
         self.pair = self._run(lambda: pair_frame(self._plain, special)) if manifest.task == "rerank" else Frame()
-        known = manifest.config.get("vocab_size") if manifest.config is not UNSET else None
+        known = (manifest.config or {}).get("vocab_size")
         for frame in (self.single, self.pair):
             self._check_frame(frame, known if isinstance(known, int) else MAX_IDS)
         if self._instructed:
@@ -167,7 +164,7 @@ class TextTokenizer:
         start = 0
         for index, length in enumerate(rows.lengths):
             if length == len(empty) and np.array_equal(rows.ids[start : start + length], empty):
-                raise _no_tokens("document", index)
+                raise _refused("document", index, NO_TOKENS)
             start += length
         return rows
 
@@ -263,27 +260,30 @@ class TextTokenizer:
     @cached_property
     def _special(self) -> Tokenizer:
         # An object of its own: the switch below must never be seen by a thread that encodes a person's text.
-        tokenizer = _open(self._file, self._name, self.model)
+        tokenizer = self._opened(self._file)
         tokenizer.encode_special_tokens = False
         return tokenizer
+
+    def _opened(self, data: bytes) -> Tokenizer:
+        from tokenizers import Tokenizer
+
+        opened = self._run(lambda: Tokenizer.from_buffer(data), "can't be read as a tokenizer")
+        opened.encode_special_tokens = True
+        return opened
 
     def _check(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise InvalidRequest {index} for what is no text, is empty, or holds half a surrogate pair."""
         for index, text in enumerate(texts, offset):
             if not isinstance(text, str):
-                raise InvalidRequest(
-                    f"{_named(noun, index)} is {type(text).__name__}, not text", details={"index": index}
-                )
+                raise _refused(noun, index, f"is {type(text).__name__}, not text")
             if not text.strip():
-                raise InvalidRequest(f"{_named(noun, index)} is empty", details={"index": index})
+                raise _refused(noun, index, "is empty")
             if not text.isascii():
                 try:
                     text[: self.max_characters].encode()
                 except UnicodeEncodeError:
-                    raise InvalidRequest(
-                        f"{_named(noun, index)} holds half a surrogate pair; it is not valid text",
-                        details={"index": index},
-                    ) from None
+                    why = "holds half a surrogate pair; it is not valid text"
+                    raise _refused(noun, index, why) from None
 
     def _encode(self, texts: Sequence[str], noun: str, offset: int, room: int) -> Iterator[tuple[list[int], bool]]:
         """Yield the ids of each text, and whether they are all of them: of a text with more than *room*, enough.
@@ -304,7 +304,7 @@ class TextTokenizer:
                     del encoded
             for ids, whole in found:
                 if not ids:
-                    raise _no_tokens(noun, index)
+                    raise _refused(noun, index, NO_TOKENS)
                 yield ids, whole
                 index += 1
 
@@ -330,14 +330,17 @@ class TextTokenizer:
     def _first_piece(self, room: int) -> int:
         return min(BATCH_CHARACTERS, self.max_characters, max(FREE_CHARACTERS, FIRST_PIECE * (room + MARGIN)))
 
-    def _run(self, work: Callable[[], T]) -> T:
+    def _run(self, work: Callable[[], T], failed: str = "fails as a tokenizer") -> T:
         """Run what calls the tokenizers library; whatever it fails with is the bundle's fault."""
         try:
             return work()
+        except (MemoryError, BundleInvalid):
+            raise
         except BaseException as exc:
-            if not _from_library(exc):
+            # Bare Exceptions, and panics of a class that can't be imported.
+            if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
                 raise
-            raise BundleInvalid(f"bundle {self.model}: {self._name} fails as a tokenizer: {exc}") from exc
+            raise BundleInvalid(f"bundle {self.model}: {self._name} {failed}: {exc}. Rebuild the bundle") from exc
 
     def _check_frame(self, frame: Frame, vocabulary: int) -> None:
         ids = (*frame.prefix, *frame.middle, *frame.suffix)
@@ -373,6 +376,8 @@ class TextTokenizer:
         taken: int = 0,
     ) -> Rows:
         """Return the texts' rows between the ids *before* and *after*; *taken*: ids that the worker adds to each."""
+        import numpy as np
+
         taken += len(before) + len(after)
         room = self.max_tokens - taken
         rows: list[Sequence[int]] = []
@@ -395,7 +400,8 @@ class TextTokenizer:
                 # In steps: joining and freeing a million rows at once would hold up every other thread.
                 blocks.append(flatten(rows))
                 rows = []
-        return Rows(joined([*blocks, flatten(rows)]), lengths, truncated)
+        last = flatten(rows)
+        return Rows(np.concatenate([*blocks, last]) if blocks else last, lengths, truncated)
 
     def _check_characters(self, texts: Sequence[str], noun: str, offset: int) -> None:
         """Raise SequenceTooLong for a text that can't fit, however long its tokens are."""
@@ -405,21 +411,8 @@ class TextTokenizer:
                 raise too_long(index, tokens, self.max_tokens, model=self.model, noun=noun, at_least=True)
 
 
-def _from_library(exc: BaseException) -> bool:
-    """True for a failure of the tokenizers library: bare Exceptions, and panics of a class that can't be imported."""
-    if isinstance(exc, Exception):
-        return not isinstance(exc, MemoryError)
-    return type(exc).__name__ == "PanicException"
-
-
-def _named(noun: str, index: int) -> str:
-    return f"the {noun}" if noun in _ALONE else f"{noun} {index}"
-
-
-def _no_tokens(noun: str, index: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"{_named(noun, index)} has no tokens: the tokenizer drops all of it", details={"index": index}
-    )
+def _refused(noun: str, index: int, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{named(noun, index)} {why}", details={"index": index})
 
 
 def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
@@ -435,16 +428,3 @@ def _batches(texts: Sequence[str], longest: int) -> Iterator[list[str]]:
         characters = characters + len(text) if len(text) <= longest else BATCH_CHARACTERS
     if batch:
         yield batch
-
-
-def _open(data: bytes, name: str, model: str) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except BaseException as exc:
-        if not _from_library(exc):
-            raise
-        raise BundleInvalid(f"bundle {model}: {name} can't be read as a tokenizer: {exc}. Rebuild the bundle") from exc
-    tokenizer.encode_special_tokens = True
-    return tokenizer

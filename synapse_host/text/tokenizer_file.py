@@ -87,18 +87,8 @@ def sanitized(data: bytes) -> bytes:
         raise ValueError("nested too deeply") from exc
     except MemoryError as exc:
         raise ValueError("there is no memory for it") from exc
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": file.added_tokens,
-        "normalizer": file.normalizer,
-        "pre_tokenizer": file.pre_tokenizer,
-        "post_processor": file.post_processor,
-        "decoder": None,
-        "model": model,
-    }
-    return msgspec.json.encode(document)
+    file.model = Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(file)
 
 
 def _typed(model: bytes) -> bytes:

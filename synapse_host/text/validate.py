@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET
@@ -93,16 +93,6 @@ def width(manifest: Manifest, dimensions: Any) -> int:
         f"first 1 to {manifest.dims} may be asked for",
         details={"param": "dimensions", "dims": manifest.dims},
     )
-
-
-def check_source(texts: Any) -> Iterator[Any]:
-    """Return an iterator over a stream's texts; refuse what isn't one."""
-    if isinstance(texts, str | bytes):
-        raise InvalidRequest("texts is one text; pass an iterable of texts")
-    try:
-        return iter(texts)
-    except TypeError:
-        raise InvalidRequest(f"texts is {type(texts).__name__}; pass an iterable of texts") from None
 
 
 def check_rows(rows: Sequence[Any], assignment: Assignment) -> Rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -19,10 +19,6 @@ REQUEST_BOUNDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0
 LOAD_BOUNDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 SHARED_BOUNDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 IPC_BOUNDS: Final = (5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0)
-
-OK: Final = "ok"
-CANCELLED: Final = "cancelled"
-INTERNAL: Final = "internal_error"
 
 
 class Histogram:
@@ -45,7 +41,7 @@ class LaneCounters:
     def __init__(self) -> None:
         self.failures: Counter[tuple[str, str]] = Counter()
         """By operation and outcome: an error code, or ``cancelled``. What callers got, not what workers did."""
-        self.durations: dict[str, Histogram] = {}
+        self.durations: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(REQUEST_BOUNDS))
         """By operation, from the call to its reply, waiting included; answered requests only."""
         self.ipc = Histogram(IPC_BOUNDS)
         """Round trips of PING: the path without any model work."""
@@ -65,38 +61,26 @@ class LaneCounters:
         self.shared = Histogram(SHARED_BOUNDS)
         """Calls that an inference exchange served."""
 
-    def served(self, op: str, seconds: float) -> None:
-        """Count an answered request."""
-        histogram = self.durations.get(op)
-        if histogram is None:
-            histogram = self.durations[op] = Histogram(REQUEST_BOUNDS)
-        # Histogram.add, without the call: this runs for every request.
-        histogram.counts[bisect_left(REQUEST_BOUNDS, seconds)] += 1
-        histogram.total += seconds
-
     @property
     def requests(self) -> dict[tuple[str, str], int]:
         """Requests by operation and outcome: ``ok``, an error code, or ``cancelled``."""
-        answered = {(op, OK): sum(histogram.counts) for op, histogram in self.durations.items()}
+        answered = {(op, "ok"): sum(histogram.counts) for op, histogram in self.durations.items()}
         return {**answered, **self.failures}
-
-    def failed(self, op: str, error: BaseException) -> None:
-        """Count a request by how it failed."""
-        if isinstance(error, SynapseError):
-            outcome = error.code
-        else:
-            # GeneratorExit: a caller left a stream between two of its pieces.
-            left = isinstance(error, asyncio.CancelledError | GeneratorExit)
-            outcome = CANCELLED if left else INTERNAL
-        self.failures[op, outcome] += 1
 
     @contextmanager
     def call(self, op: str) -> Iterator[None]:
-        """Count what the block does as one request."""
+        """Count what the block does as one request, by how it ends."""
         started = time.monotonic()
         try:
             yield
-        except BaseException as exc:
-            self.failed(op, exc)
+        except SynapseError as exc:
+            self.failures[op, exc.code] += 1
             raise
-        self.served(op, time.monotonic() - started)
+        except (asyncio.CancelledError, GeneratorExit):
+            # GeneratorExit: a caller left a stream between two of its pieces.
+            self.failures[op, "cancelled"] += 1
+            raise
+        except BaseException:
+            self.failures[op, "internal_error"] += 1
+            raise
+        self.durations[op].add(time.monotonic() - started)

@@ -6,7 +6,6 @@ import hmac
 from dataclasses import dataclass
 from typing import Any
 
-from engines.protocol.errors import VersionMismatch
 from engines.protocol.messages import Hello
 from synapse_host.errors import LaneRefused
 from synapse_host.placement.spec import LaneSpec
@@ -22,11 +21,6 @@ class Peer:
 
 class HandshakeFault(Exception):
     """Our child (or its descendant) talked nonsense before the ACK: a protocol fault, one strike."""
-
-
-def refused_version(spec: LaneSpec, mismatch: VersionMismatch) -> LaneRefused:
-    """Return the deployment error of a well-formed HELLO with another protocol version."""
-    return _refusal(spec, "version", mismatch.expected, mismatch.observed)
 
 
 def refused_release(spec: LaneSpec, loaded: str, installed: str) -> LaneRefused:
@@ -56,27 +50,27 @@ def verify(
     if not descends:
         raise HandshakeFault(f"HELLO names pid {hello.pid}, which is not a process of this spawn")
     if hello.engine.engine != spec.expected_engine:
-        raise _refusal(spec, "engine", spec.expected_engine, hello.engine.engine)
+        raise refusal(spec, "engine", spec.expected_engine, hello.engine.engine)
     if spec.owned:
         _verify_binding(hello, spec, revision)
     flags = hello.engine.build_flags
     device = flags.get("device") if isinstance(flags, dict) else None
     # A foreign worker that doesn't echo the device claims nothing; ours always echo it.
     if device != spec.device and (device is not None or spec.own_worker):
-        raise _refusal(spec, "device", spec.device, device)
+        raise refusal(spec, "device", spec.device, device)
 
 
 def _verify_binding(hello: Hello, spec: LaneSpec, revision: str | None) -> None:
     # Spec: "Owned embed/rerank workers report their manifest digest and kernel revision", pinned or not.
     digest = hello.manifest_digest or None
     if digest is None or spec.manifest_digest not in (None, digest):
-        raise _refusal(spec, "manifest", spec.manifest_digest or "its digest", digest)
+        raise refusal(spec, "manifest", spec.manifest_digest or "its digest", digest)
     observed = hello.kernel_revision or None
     if observed is None:
-        raise _refusal(spec, "kernel_revision", spec.kernel_revision or revision or "one", None)
+        raise refusal(spec, "kernel_revision", spec.kernel_revision or revision or "one", None)
     for expected in (spec.kernel_revision, revision):
         if expected is not None and observed != expected:
-            raise _refusal(spec, "kernel_revision", expected, observed)
+            raise refusal(spec, "kernel_revision", expected, observed)
 
 
 _FIX = {
@@ -88,7 +82,8 @@ _FIX = {
 }
 
 
-def _refusal(spec: LaneSpec, reason: str, expected: Any, observed: Any) -> LaneRefused:
+def refusal(spec: LaneSpec, reason: str, expected: Any, observed: Any) -> LaneRefused:
+    """Return the deployment error of a well-formed HELLO from another worker than this lane's."""
     said = "nothing" if observed is None else repr(observed)
     fix = _FIX[reason] if observed is not None else f"use a worker that reports it in HELLO, or {_FIX[reason]}"
     return LaneRefused(

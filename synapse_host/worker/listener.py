@@ -60,7 +60,9 @@ class RuntimeDirectory:
     def open(cls, path: Path | str | None = None) -> RuntimeDirectory:
         """Return a usable directory. InvalidRequest says why not: another owner, too open a mode, held by whom."""
         if path is None:
-            _sweep()
+            # A living host holds its lock.
+            for killed in [killed for root in runtime_dir.roots() for killed in runtime_dir.sweep(root)]:
+                _log.info("a killed host's directory was removed: path=%s", killed)
         folder = places.temporary() if path is None else Path(path).resolve()
         directory = None
         try:
@@ -89,17 +91,13 @@ class RuntimeDirectory:
         for part in (self.path, self.path / "synapse", self.workers):
             part.mkdir(mode=0o700, exist_ok=True)
             _check_private(part)
-        if not _is_file(self._lock, self.lock_path):
+        lock = self.path / runtime_dir.LOCK
+        if not _is_file(self._lock, lock):
             # 0600 whatever the umask: whoever may write the lock file may lie about its holder.
-            taken = _take_lock(self.lock_path, private=self.temporary)
+            taken = _take_lock(lock, private=self.temporary)
             if self._lock is not None:
                 self._lock.close()
             self._lock = taken
-
-    @property
-    def lock_path(self) -> Path:
-        """The file whose lock makes this directory ours."""
-        return self.path / runtime_dir.LOCK
 
     def socket_path(self, worker_id: str) -> Path:
         """Return where the worker *worker_id* will connect.
@@ -201,17 +199,7 @@ class UnixListener:
         return ("--socket", os.fspath(self.path))
 
     async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
-        """Give *protocol* the first connection whose process *admit* takes; then nobody else gets in."""
-        connection = await self.accept(admit)
-        self.close()
-        try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
-        except BaseException:
-            connection.close()
-            raise
-
-    async def accept(self, admit: Callable[[Peer], bool]) -> socket.socket:
-        """Return the first connection whose process *admit* takes; any other is closed and accepting goes on."""
+        """Give *protocol* the first connection whose process *admit* takes; others before it are closed."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -221,8 +209,9 @@ class UnixListener:
             try:
                 peer = peer_of(connection)
                 if admit(peer):
-                    connection.setblocking(False)
-                    return connection
+                    self.close()
+                    await loop.connect_accepted_socket(lambda: protocol, connection)
+                    return
             except BaseException:
                 connection.close()
                 raise
@@ -261,13 +250,6 @@ def _unusable(path: Path, reason: str, what: str) -> InvalidRequest:
 
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) < SUN_PATH
-
-
-def _sweep() -> None:
-    """Remove what killed hosts left; a living one holds its lock."""
-    for root in runtime_dir.roots():
-        for path in runtime_dir.sweep(root):
-            _log.info("a killed host's directory was removed: path=%s", path)
 
 
 def _is_file(handle: IO[bytes] | None, path: Path) -> bool:
@@ -336,7 +318,4 @@ def _clear_stale(path: Path) -> None:
         except OSError:
             # EAGAIN: a listener with a full backlog is a live one.
             pass
-    raise InvalidRequest(
-        f"another process listens on {path}; stop it or choose another runtime directory",
-        details={"reason": "path_taken", "path": str(path)},
-    )
+    raise _unusable(path, "path_taken", "is taken, another process listens: stop it or take another runtime directory")

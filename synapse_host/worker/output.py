@@ -19,8 +19,6 @@ class LogRing:
     """The last *capacity* payload bytes of both streams, in order of arrival. Tags don't count."""
 
     def __init__(self, capacity: int = 8192) -> None:
-        if capacity < 0:
-            raise ValueError(f"capacity must not be negative, not {capacity}")
         self.capacity = capacity
         self._segments: deque[tuple[Stream, bytes]] = deque()
         self._size = 0
@@ -29,14 +27,10 @@ class LogRing:
         self.on_write: Callable[[], None] | None = None
         """Called after every write, for who follows."""
 
-    def __len__(self) -> int:
-        return self._size
-
     def write(self, stream: Stream, data: bytes) -> None:
         """Append *data*, dropping the oldest bytes beyond the capacity."""
         self.written += len(data)
-        if len(data) > self.capacity:
-            data = data[len(data) - self.capacity :]
+        data = data[max(0, len(data) - self.capacity) :]
         if not data:
             return
         segments = self._segments
@@ -47,17 +41,11 @@ class LogRing:
             data = last + data
         segments.append((stream, data))
         self._size += len(data)
-        excess = self._size - self.capacity
-        while excess > 0:
-            first_stream, first = segments[0]
-            if len(first) <= excess:
-                segments.popleft()
-                self._size -= len(first)
-                excess -= len(first)
-            else:
-                segments[0] = (first_stream, first[excess:])
-                self._size -= excess
-                excess = 0
+        while (excess := self._size - self.capacity) > 0:
+            stream, first = segments.popleft()
+            if len(first) > excess:
+                segments.appendleft((stream, first[excess:]))
+            self._size -= min(len(first), excess)
         if self.on_write is not None:
             self.on_write()
 
@@ -125,8 +113,6 @@ class LineForwarder:
         self._sent += 1
         text = line.removesuffix(b"\r")[:MAX_LINE].decode("utf-8", "replace")
         fields = {"worker": worker, "lane": self._lane_id, "stream": stream, "dropped": self.dropped}
-        if self.dropped:
-            _log.info("%s %s: %s dropped=%d", worker, stream, text, self.dropped, extra=fields)
-            self.dropped = 0
-        else:
-            _log.info("%s %s: %s", worker, stream, text, extra=fields)
+        dropped = f" dropped={self.dropped}" if self.dropped else ""
+        _log.info("%s %s: %s%s", worker, stream, text, dropped, extra=fields)
+        self.dropped = 0

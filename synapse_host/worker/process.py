@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import IO, Any, Final, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -51,7 +51,7 @@ class WorkerProcess:
         env: Mapping[str, str],
         cwd: Path | None,
         output: Output,
-        on_exit: Callable[[], None] | None = None,
+        on_exit: Callable[[], None],
         stdin: int | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,7 +80,8 @@ class WorkerProcess:
         """The pid of the worker itself, from HELLO: a launcher's is another than its own."""
         self._pidfd: int | None = None
         self._job: Any = None
-        self._open_pipes: dict[Stream, int] = {}
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self._open_pipes: dict[Stream, IO[bytes]] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
         self._drained: asyncio.Future[None] = self._loop.create_future()
         try:
             if sys.platform == "win32":
@@ -93,10 +94,6 @@ class WorkerProcess:
             # Nobody would ever watch it.
             for stream in list(self._open_pipes):
                 self._close_pipe(stream)
-            for pipe in (self._popen.stdout, self._popen.stderr):
-                # One that was not watched yet.
-                assert pipe is not None
-                pipe.close()
             self._close_pidfd()
             self._kill_group()
             self._popen.kill()
@@ -180,15 +177,12 @@ class WorkerProcess:
     # --- pipes -------------------------------------------------------------------------------------------------------
 
     def _watch_pipes(self) -> None:
-        for stream, pipe in (("stdout", self._popen.stdout), ("stderr", self._popen.stderr)):
-            assert pipe is not None
-            name: Stream = "stdout" if stream == "stdout" else "stderr"
-            self._open_pipes[name] = pipe.fileno()
+        for stream, pipe in self._open_pipes.items():
             if sys.platform == "win32":
-                self._thread(self._read_pipe, name, pipe.fileno())
+                self._thread(self._read_pipe, stream, pipe.fileno())
             else:
                 os.set_blocking(pipe.fileno(), False)
-                self._loop.add_reader(pipe.fileno(), self._readable, name, pipe.fileno())
+                self._loop.add_reader(pipe.fileno(), self._readable, stream, pipe.fileno())
 
     def _readable(self, stream: Stream, fd: int) -> None:
         try:
@@ -210,13 +204,11 @@ class WorkerProcess:
             self._loop.call_soon_threadsafe(self._close_pipe, stream)
 
     def _close_pipe(self, stream: Stream) -> None:
-        fd = self._open_pipes.pop(stream, None)
-        if fd is None:
+        pipe = self._open_pipes.pop(stream, None)
+        if pipe is None:
             return
         if sys.platform != "win32":
-            self._loop.remove_reader(fd)
-        pipe = self._popen.stdout if stream == "stdout" else self._popen.stderr
-        assert pipe is not None
+            self._loop.remove_reader(pipe.fileno())
         with suppress(OSError):
             pipe.close()
         if not self._open_pipes and not self._drained.done():
@@ -265,8 +257,7 @@ class WorkerProcess:
         if self._job is not None:
             self._job.close()
         self.exited.set_result(returncode)
-        if self._on_exit is not None:
-            self._on_exit()
+        self._on_exit()
 
     def _close_pidfd(self) -> None:
         if self._pidfd is not None:

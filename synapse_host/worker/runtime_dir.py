@@ -35,7 +35,7 @@ def roots() -> list[Path]:
 
 
 def sweep(root: Path, *, remove: bool = True) -> list[Path]:
-    """Remove the private runtime directories in *root* whose hosts are dead; return them. Never raises OSError."""
+    """Return the private runtime directories in *root* whose hosts are dead, and *remove* them; no OSError."""
     found = []
     for path in _candidates(root):
         # Held until it is gone: two sweepers never remove one directory, or its successor.
@@ -45,11 +45,6 @@ def sweep(root: Path, *, remove: bool = True) -> list[Path]:
                 if remove:
                     shutil.rmtree(path, ignore_errors=True)
     return sorted(found)
-
-
-def abandoned(root: Path) -> list[Path]:
-    """Return what :func:`sweep` would remove."""
-    return sweep(root, remove=False)
 
 
 def _candidates(root: Path) -> Iterator[Path]:
@@ -97,7 +92,7 @@ def _private(lock: IO[bytes]) -> bool:
 
 
 def holder(handle: IO[bytes]) -> tuple[int | None, str]:
-    """Return the pid in a lock file that another process holds, and ``pid 3310 (synapse, started 10:02)``."""
+    """Return the pid in a lock file that another holds, and ``pid 3310 (synapse, started 2026-10-31 10:02)``."""
     handle.seek(0)
     line = handle.read(32).partition(b"\n")[0].decode("ascii", "replace").strip()
     pid = int(line) if line.isdigit() else None
@@ -105,7 +100,7 @@ def holder(handle: IO[bytes]) -> tuple[int | None, str]:
 
 
 def _described(pid: int | None) -> str:
-    """Return `` (synapse, started 10:02)`` for a process, as far as it can be seen."""
+    """Return `` (synapse, started 2026-10-31 10:02)`` for a process, as far as it can be seen."""
     if pid is None:
         return ""
     import psutil
@@ -117,6 +112,4 @@ def _described(pid: int | None) -> str:
     except (psutil.Error, OSError, ValueError):
         return ""
     ours = any(Path(word).name == "synapse" or "synapse_host" in word for word in words[:4])
-    name = "synapse" if ours else name
-    today = started.date() == datetime.now().date()
-    return f" ({name}, started {started:%H:%M})" if today else f" ({name}, started {started:%Y-%m-%d %H:%M})"
+    return f" ({'synapse' if ours else name}, started {started:%Y-%m-%d %H:%M})"

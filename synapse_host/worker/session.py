@@ -254,15 +254,13 @@ class Session:
             return
         match event:
             case ReplyReceived():
-                exchange, self.open = self.open, None
                 self._watchdog.stop(self._loop.time())
-                if exchange is None:
-                    return
                 if self._channel.sending:
-                    self.open = exchange
                     self._counters.rejected["out_of_turn"] += 1
                     self._fail("protocol", "the worker answered before it had read the whole request")
                     return
+                exchange, self.open = self.open, None
+                assert exchange is not None
                 self._owner.replied(self, exchange, event.reply, event.payload)
             case Progress():
                 self.progress = event

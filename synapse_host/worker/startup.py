@@ -7,9 +7,9 @@ import errno
 import os
 import secrets
 import sys
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from msgspec import Struct, field
 
@@ -21,7 +21,7 @@ from synapse_host.placement import interpreter
 from synapse_host.placement.child import worker_environment
 from synapse_host.placement.spec import LaneSpec
 from synapse_host.worker.counters import LaneCounters
-from synapse_host.worker.handshake import HandshakeFault, Peer, refused_release, refused_version, verify
+from synapse_host.worker.handshake import HandshakeFault, Peer, refusal, refused_release, verify
 from synapse_host.worker.listener import Listener, RuntimeDirectory
 from synapse_host.worker.output import LogRing
 from synapse_host.worker.process import Output, WorkerProcess
@@ -137,7 +137,7 @@ class Birth:
                 self._timer = self._loop.call_at(deadline, self._late, limit, deadline)
                 connecting = self._loop.create_task(listener.connect(self._channel, self._admit))
                 try:
-                    await _first(connecting, process.exited)
+                    await asyncio.wait((connecting, process.exited), return_when=FIRST_COMPLETED)
                     if not connecting.done():
                         raise HandshakeFault("the worker exited before it connected")
                     connecting.result()
@@ -146,7 +146,7 @@ class Birth:
                         connecting.cancel()
                         with suppress(asyncio.CancelledError):
                             await connecting
-                await _first(self._opened, process.exited)
+                await asyncio.wait((self._opened, process.exited), return_when=FIRST_COMPLETED)
                 if not self._opened.done():
                     raise HandshakeFault("the worker exited before the handshake was over")
                 return self._opened.result()
@@ -199,7 +199,7 @@ class Birth:
     def fault(self, exc: RemoteProtocolError | MemoryError | None) -> None:
         """The worker broke the protocol before its ACK, or closed the connection (None); or the host has no memory."""
         if isinstance(exc, VersionMismatch):
-            self._opened.set_exception(refused_version(self._spec, exc))
+            self._opened.set_exception(refusal(self._spec, "version", exc.expected, exc.observed))
         elif isinstance(exc, MemoryError):
             self._opened.set_exception(exc)
         else:
@@ -208,14 +208,8 @@ class Birth:
 
     def give_up(self) -> None:
         """Nobody waits for HELLO any more."""
-        if not self._opened.cancel():
-            # Looked at, so that it isn't reported as never retrieved.
-            self._opened.cancelled() or self._opened.exception()
-
-
-async def _first(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of *futures* is done; cancels none."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not self._opened.cancel() and not self._opened.cancelled():
+            self._opened.exception()  # looked at, so that it isn't reported as never retrieved
 
 
 def _uid() -> int | None:

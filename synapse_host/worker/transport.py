@@ -37,9 +37,9 @@ class Channel(asyncio.BufferedProtocol):
         on_event: Callable[[Event], None],
         on_fault: Callable[[RemoteProtocolError | MemoryError], None],
         on_lost: Callable[[], None],
-        counters: LaneCounters | None = None,
+        counters: LaneCounters,
     ) -> None:
-        self._counters = counters or LaneCounters()
+        self._counters = counters
         self.connection = Connection(Role.HOST, max_frame=max_frame, allocate=_allocate)
         self._on_event = on_event
         self._on_fault = on_fault
@@ -83,10 +83,6 @@ class Channel(asyncio.BufferedProtocol):
             self.closed = True
             self._on_fault(exc)
 
-    def eof_received(self) -> bool:
-        """Close the transport: nobody half-closes in this protocol."""
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell once that the stream is over."""
         self._outgoing.clear()
@@ -128,14 +124,9 @@ class Channel(asyncio.BufferedProtocol):
         if transport is None or self.closed:
             # The loss of the connection is reported by itself.
             return
-        counters = self._counters
-        if len(buffers) == 1:
-            counters.sent += len(buffers[0])
-            transport.write(buffers[0])
-            return
-        head, body = buffers
-        counters.sent += len(head) + len(body)
-        if len(body) <= SMALL:
+        self._counters.sent += sum(map(len, buffers))
+        head, body = buffers[0], buffers[-1]
+        if len(buffers) == 1 or len(body) <= SMALL:
             transport.write(b"".join(buffers))
         elif WRITES_WHOLE:
             transport.writelines(buffers)

@@ -6,15 +6,17 @@ Handles come from `_winapi`, as in CPython's own asyncio; ctypes makes the calls
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from synapse_host.worker.handshake import Peer
+
+winapi: Any = ctypes  # of which WinDLL, WinError and get_last_error exist on Windows only
 
 OWNER_ONLY: Final = "D:P(A;;GA;;;OW)"
 """SDDL: a protected list with one entry, everything for the owner (OWNER RIGHTS), nothing for anybody else."""
@@ -30,9 +32,9 @@ EXTENDED_LIMIT_INFORMATION: Final = 9
 KILL_ON_JOB_CLOSE: Final = 0x2000
 
 
-def pipe_name(runtime_dir: Path, worker_id: str, *, pid: int | None = None) -> str:
+def pipe_name(runtime_dir: Path, worker_id: str) -> str:
     """Return the pipe's name: pipes share one name space, so directory, host and worker are mixed into it."""
-    mixed = f"{runtime_dir}\0{os.getpid() if pid is None else pid}\0{worker_id}"
+    mixed = f"{runtime_dir}\0{os.getpid()}\0{worker_id}"
     return rf"\\.\pipe\synapse-{hashlib.sha256(mixed.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
@@ -57,7 +59,7 @@ class PipeListener:
     async def connect(self, protocol: asyncio.BaseProtocol, admit: Callable[[Peer], bool]) -> None:
         """Give *protocol* the first client whose process *admit* takes; others are disconnected."""
         loop: Any = asyncio.get_running_loop()
-        kernel32, ctypes = _library("kernel32")
+        kernel32 = _library("kernel32")
         while True:
             # The Proactor's own calls: asyncio has no public way to adopt a pipe handle for both directions.
             await loop._proactor.accept_pipe(self._handle)
@@ -77,26 +79,19 @@ class PipeListener:
             handle.close()
 
 
-def _library(name: str) -> tuple[Any, Any]:
-    """Return a system library, and ctypes."""
-    if sys.platform != "win32":
-        raise NotImplementedError("named pipes and job objects exist on Windows only")
-    else:
-        import ctypes
-
-        return ctypes.WinDLL(name, use_last_error=True), ctypes
+def _library(name: str) -> Any:
+    return winapi.WinDLL(name, use_last_error=True)
 
 
 def _create(name: str) -> Any:
     """Return the server end as an asyncio PipeHandle; it is the owner's alone, local, and the first of its name."""
-    advapi32, ctypes = _library("advapi32")
     import _winapi
     from asyncio.windows_utils import PipeHandle  # type: ignore[attr-defined,unused-ignore]
 
     descriptor = ctypes.c_void_p()
-    make = advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW
+    make = _library("advapi32").ConvertStringSecurityDescriptorToSecurityDescriptorW
     if not make(OWNER_ONLY, SDDL_REVISION_1, ctypes.byref(descriptor), None):
-        raise ctypes.WinError(ctypes.get_last_error())
+        raise winapi.WinError(winapi.get_last_error())
     try:
         # SECURITY_ATTRIBUTES: its own size, the descriptor, and that no child inherits the handle.
         attributes = ctypes.create_string_buffer(struct.pack("@IPi4x", 24, descriptor.value, 0), 24)
@@ -104,7 +99,7 @@ def _create(name: str) -> Any:
         where = ctypes.addressof(attributes)
         return PipeHandle(api.CreateNamedPipe(name, OPEN_MODE, PIPE_MODE, 1, BUFFER, BUFFER, 0, where))
     finally:
-        _library("kernel32")[0].LocalFree(descriptor)
+        _library("kernel32").LocalFree(descriptor)
 
 
 class Job:
@@ -128,7 +123,7 @@ class Job:
 
 def contain(process: int) -> Job:
     """Return a new job that holds a process (its handle, as Popen has it) and everything it will start, or OSError."""
-    kernel32, ctypes = _library("kernel32")
+    kernel32 = _library("kernel32")
     kernel32.CreateJobObjectW.restype = ctypes.c_void_p
     job = Job(kernel32, ctypes.c_void_p(kernel32.CreateJobObjectW(None, None)))
     # JOBOBJECT_EXTENDED_LIMIT_INFORMATION of 64-bit Windows: 144 bytes, of which LimitFlags at 16 is all we set.
@@ -138,7 +133,7 @@ def contain(process: int) -> Job:
         and kernel32.SetInformationJobObject(job._handle, EXTENDED_LIMIT_INFORMATION, limits, len(limits))
         and kernel32.AssignProcessToJobObject(job._handle, ctypes.c_void_p(process))
     ):
-        error = ctypes.get_last_error()
+        error = winapi.get_last_error()
         job.close()
-        raise ctypes.WinError(error)
+        raise winapi.WinError(error)
     return job

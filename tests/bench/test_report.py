@@ -72,11 +72,8 @@ def test_the_report_shows_every_row_and_escapes_names() -> None:
         "rows": [line.to_dict() for line in lines],
     }  # fmt: skip
     page = picture.page(json.loads(json.dumps(document)))
-    assert (
-        "echo &lt;4 KiB&gt;" in page
-        and "busy with other work" in page
-        and page.count("<svg") == page.count("</svg>") == 1
-    )
+    assert "echo &lt;4 KiB&gt;" in page and "busy with other work" in page
+    assert page.count("<svg") == page.count("</svg>") == 1
     parser = HTMLParser()
     parser.feed(page)
     parser.close()
@@ -85,23 +82,17 @@ def test_the_report_shows_every_row_and_escapes_names() -> None:
     assert "other: not installed" in table and "target 0.2 reached" in table
 
 
-def test_texts_have_the_tokens_they_should() -> None:
-    vocabulary = Path("vocabulary.json")
+def test_texts_have_the_tokens_they_should(tmp_path: Path) -> None:
     # Every plain word is one token, so a text of n tokens has n - 2 words.
     words = {"[CLS]": 0, "##ing": 1, "a": 2, "cat": 3, "dog": 4, "été": 5, "Cat": 6}
-    data = json.dumps({"model": {"vocab": words}})
-
-    class Fake(type(vocabulary)):  # type: ignore[misc]
-        def read_text(self, *args: object, **kwargs: object) -> str:
-            return data
-
-    fake = Fake("x")
-    assert texts.words(fake) == ["cat", "dog"]
-    assert [len(line.split()) for line in texts.equal(fake, 3, 10)] == [8, 8, 8]
-    mixed = texts.mix(fake, 256)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"model": {"vocab": words}}))
+    assert texts.words(tokenizer) == ["cat", "dog"]
+    assert [len(line.split()) for line in texts.equal(tokenizer, 3, 10)] == [8, 8, 8]
+    mixed = texts.mix(tokenizer, 256)
     lengths = sorted(len(line.split()) + 2 for line in mixed)
     assert lengths[0] >= 6 and lengths[-1] == 256 and 34 <= lengths[128] <= 46
-    assert mixed == texts.mix(fake, 256)
+    assert mixed == texts.mix(tokenizer, 256)
 
 
 def test_a_rival_without_its_environment_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from engines.bundle import manifest
-from synapse_host.bulk import Chunking, Corpus
-from synapse_host.bulk.entries import Empty, entries
-from synapse_host.errors import InvalidRequest, SynapseError
+from synapse_host.bulk import Chunking, Corpus, Policy
+from synapse_host.errors import InvalidRequest
 from synapse_host.text.tokenizer import TextTokenizer
 from tests.support.small_bundle import write_bundle
 
@@ -53,8 +51,8 @@ def test_a_parquet_table_and_its_column(tmp_path: Path) -> None:
     body = pyarrow.array([b"a", b"b", None, b"\xff"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"id": [10, None, 12, 13], "body": body}), file)
     bad: list[str] = []
-    corpus = dataclasses.replace(Corpus.of(file, column="body"), on_bad=lambda error: bad.append(error.message))
-    assert [(text.id, text.text) for text in corpus] == [("10", "a"), (f"{file}:2", "b")]
+    found = Corpus.of(file, column="body").read(lambda error: bad.append(error.message))
+    assert [(text.id, text.text) for text in found] == [("10", "a"), (f"{file}:2", "b")]
     assert bad == [f"{file}:3: column body holds NoneType, not text", f"{file}:4: not UTF-8 text"]
     with pytest.raises(InvalidRequest, match="there is no column 'text'"):
         list(Corpus.of(file))
@@ -81,7 +79,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'"a"\n{"text": 1}\n', "a.jsonl:2: must be"),
         ("a.jsonl", b'"a"\n{\n', "a.jsonl:2: not valid JSON"),
-        ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: n"),
+        ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: must be"),
         ("a.jsonl", b'"a\\ud800"\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"id": "\\ud800", "text": "a"}\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"id": true, "text": "a"}\n', "a.jsonl:1: must be"),
@@ -105,9 +103,13 @@ def test_a_bad_text_is_named(
 
 
 def test_what_can_t_be_read_twice_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
-    corpus = Corpus.of("-")
-    assert [text.where for text in corpus] == [text.where for text in corpus] == ["stdin:1", "stdin:2"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"one"\n{\n"two"\n')))
+    corpus, bad = Corpus.of("-"), list[InvalidRequest]()
+    for _ in range(2):
+        assert [text.where for text in corpus.read(bad.append)] == ["stdin:1", "stdin:3"]
+    assert [error.details["line"] for error in bad] == [2, 2]
+    with pytest.raises(InvalidRequest, match="stdin:2: not valid JSON"):
+        list(corpus)
 
 
 def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -> None:
@@ -116,19 +118,6 @@ def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -
     same, moved, other = (Corpus.of(tmp_path / name).digest() for name in ("a.txt", "b.txt", "c.txt"))
     assert same == moved != other
     assert Corpus.of(["x"]).digest() != Corpus.of(["y"]).digest()
-
-
-@pytest.mark.parametrize(("empty", "texts"), [("skip", ["a"]), ("zero", ["", "a"]), ("error", None)])
-def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
-    corpus = Corpus.of(["", "a"])
-    if texts is not None:
-        assert [text.text for text in entries(corpus, empty=empty)] == texts
-        return
-    with pytest.raises(InvalidRequest, match="text 0: the text is empty"):
-        list(entries(corpus, empty=empty))
-    bad: list[SynapseError] = []
-    assert [text.text for text in entries(corpus, empty=empty, on_bad=bad.append)] == ["a"]
-    assert [error.details["where"] for error in bad] == ["text 0"]
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -144,8 +133,8 @@ def test_empty_texts(empty: Empty, texts: list[str] | None) -> None:
 )
 def test_chunks_are_cut_where_a_token_ends(tmp_path: Path, chunk: str, expected: list[str]) -> None:
     tokenizer = TextTokenizer(manifest.read(write_bundle(tmp_path)))
-    found = list(entries(Corpus.of(["a b c d e f a b" if len(expected) > 1 else expected[0]]),
-                         chunking=Chunking.of(chunk), tokenizer=tokenizer))  # fmt: skip
+    corpus = Corpus.of(["a b c d e f a b" if len(expected) > 1 else expected[0]])
+    found = list(Policy(chunking=Chunking.of(chunk)).entries(corpus, tokenizer))
     assert [text.text for text in found] == expected
     assert [text.id for text in found] == [f"0#{number}" for number in range(len(expected))]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +13,51 @@ import numpy as np
 import pytest
 
 from synapse_host.bulk import Chunking, Corpus, Policy, embed_file, rerank_file
-from synapse_host.bulk.search import Index
+from synapse_host.bulk.embedding import Reader
+from synapse_host.bulk.search import Hit, Index
 from synapse_host.cli.console import Console
 from synapse_host.config import HostConfig
 from synapse_host.errors import EngineCrashed, InvalidRequest, SequenceTooLong
 from synapse_host.host import Host
-from tests.support.scripted import expected_vector
-from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
+from tests.support.small_bundle import WORDS, vector, write_bundle, write_matrix
 
 pytestmark = pytest.mark.process
 QUIET = Console(quiet=True)
 
 
-def run(root: Path, work: Callable[[Host], Awaitable[Any]], script: dict[str, Any] | None = None) -> Any:
-    matrix = write_matrix(root, script)
-    models = {name: root / name for name in ("toy", "judge")}
-    for name, task in (("toy", "embed"), ("judge", "rerank")):
-        if not models[name].exists():
-            write_bundle(models[name], model_id=name, task=task)
-
-    async def main() -> Any:
-        async with Host.open(matrix, models, HostConfig(shutdown_grace=5)) as host:
-            return await work(host)
-
-    return asyncio.run(main())
+Hosting = Callable[..., AbstractAsyncContextManager[Host]]
 
 
-def vector(text: str) -> list[float]:
-    ids = [CLS, *(WORDS.index(word) for word in text.split()), SEP]
-    return [float(np.float32(value)) for value in expected_vector(ids)]
+@pytest.fixture
+def hosting(tmp_path: Path) -> Hosting:
+    """Open a host of scripted models: `toy` embeds (texts of at most 16 tokens), `judge` reranks."""
+
+    @asynccontextmanager
+    async def opened(script: dict[str, Any] | None = None, **toy: Any) -> AsyncIterator[Host]:
+        models = {"toy": write_bundle(tmp_path / "toy", model_id="toy", **toy)}
+        models["judge"] = write_bundle(tmp_path / "judge", model_id="judge", task="rerank")
+        async with Host.open(write_matrix(tmp_path, script), models, HostConfig(shutdown_grace=5)) as host:
+            yield host
+
+    return opened
 
 
-def test_ids_follow_the_vectors(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
+def dying(tmp_path: Path, on: str, nth: int) -> dict[str, Any]:
+    """A worker that is killed by its *nth* request; the next one is well."""
+    rule = {"on": on, "nth": nth, "do": [{"signal": "SIGKILL"}]}
+    return {"state": str(tmp_path / "spawns"), "generations": [{"rules": [rule]}, {}]}
+
+
+def best(index: Index, text: str) -> Hit:
+    [[hit]] = index.nearest(np.array([vector(text)], np.float32), 1)
+    return hit
+
+
+async def test_ids_follow_the_vectors(tmp_path: Path, hosting: Hosting) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "x.npy"
     source.write_text('{"id": "first", "text": "a"}\n"b"\n{"id": "two\\nlines", "text": "c"}\n')
-    out = tmp_path / "x.npy"
-    document = run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(source), out))
+    async with hosting() as host:
+        document = await embed_file(host, "toy", Corpus.of(source), out)
     assert document["n"] == 3 and document["skipped"] == 0
     assert np.load(out).tolist() == [vector("a"), vector("b"), vector("c")]
     ids = (tmp_path / "x.npy.ids.txt").read_text().splitlines()
@@ -56,22 +65,21 @@ def test_ids_follow_the_vectors(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.glob("x.npy*"))] == ["x.npy", "x.npy.ids.txt", "x.npy.meta.json"]
 
 
-def test_a_table_has_ids_and_vectors(tmp_path: Path) -> None:
+async def test_a_table_has_ids_and_vectors(tmp_path: Path, hosting: Hosting) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet isn't installed")
     out = tmp_path / "x.parquet"
-    policy = Policy(chunking=Chunking(2))
-    run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(["a b c", "d"]), out, policy=policy))
-    table = parquet.read_table(out).to_pydict()
-    assert table == {
-        "id": ["0#0", "0#1", "1#0"],
-        "vector": [vector("a b"), vector("c"), vector("d")],
-        "truncated": [False, False, False],
+    async with hosting() as host:
+        await embed_file(host, "toy", Corpus.of(["a b", "a " * 40, "d"]), out, policy=Policy(truncate=True))
+    assert parquet.read_table(out).to_pydict() == {
+        "id": ["0", "1", "2"],
+        "vector": [vector("a b"), vector("a " * 14), vector("d")],
+        "truncated": [False, True, False],
     }
     assert [path.name for path in tmp_path.glob("x.parquet*")] == ["x.parquet"]
 
 
 @pytest.mark.parametrize("out", ["x.npy", "x.parquet", "x.jsonl"])
-def test_a_link_under_a_passing_name_is_not_written_through(tmp_path: Path, out: str) -> None:
+async def test_a_link_under_a_passing_name_is_not_written_through(tmp_path: Path, hosting: Hosting, out: str) -> None:
     if out == "x.parquet":
         pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
     other, file, source = tmp_path / "other", tmp_path / out, tmp_path / "in.jsonl"
@@ -79,26 +87,24 @@ def test_a_link_under_a_passing_name_is_not_written_through(tmp_path: Path, out:
     for name in ("", ".progress.json", ".meta.json", ".ids.txt", ".errors.jsonl"):
         file.with_name(f"{out}{name}.part").symlink_to(other)
     file.with_name(f"{out}.partial").symlink_to(other)
-    if out == "x.jsonl":
-        source.write_text('{"query": "query", "docs": ["a"]}')
-        run(tmp_path, lambda host: rerank_file(host, "judge", str(source), file, display=QUIET))
-    else:
-        source.write_text('{"id": "a", "text": "a"}\n{\n')
-        policy = Policy(on_error="skip")
-        run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(source), file, policy=policy))
+    async with hosting() as host:
+        if out == "x.jsonl":
+            source.write_text('{"query": "query", "docs": ["a"]}')
+            await rerank_file(host, "judge", str(source), file, display=QUIET)
+        else:
+            source.write_text('{"id": "a", "text": "a"}\n{\n')
+            await embed_file(host, "toy", Corpus.of(source), file, policy=Policy(on_error="skip"))
     assert other.read_text() == "somebody's"
     assert file.is_file() and not any(path.is_symlink() for path in tmp_path.glob(f"{out}*") if path.suffix != ".part")
 
 
-LINES = '"a"\n{"id": "long", "text": "%s"}\n"b"\n{\n""\n"c"\n' % ("a " * 40)
-
-
 @pytest.mark.parametrize("out", ["x.npy", "x.parquet"])
-def test_bad_texts_are_left_out_and_listed(tmp_path: Path, out: str) -> None:
+async def test_bad_texts_are_left_out_and_listed(tmp_path: Path, hosting: Hosting, out: str) -> None:
     source, file = tmp_path / "in.jsonl", tmp_path / out
-    source.write_text(LINES)
-    policy = Policy(on_error="skip")
-    document = run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(source), file, policy=policy))
+    source.write_text('"a"\n{"id": "long", "text": "%s"}\n"b"\n{\n""\n"c"\n' % ("a " * 40))
+    async with hosting() as host:
+        document = await embed_file(host, "toy", Corpus.of(source), file, policy=Policy(on_error="skip"))
+        bundle = host.bundles["toy"]
     assert (document["n"], document["skipped"]) == (3, 3)
     errors = [json.loads(line) for line in (tmp_path / f"{out}.errors.jsonl").read_text().splitlines()]
     assert {(error["where"], error["code"]) for error in errors} == {
@@ -107,14 +113,8 @@ def test_bad_texts_are_left_out_and_listed(tmp_path: Path, out: str) -> None:
         (f"{source}:2", "sequence_too_long"),
     }
     index = Index(file)
-    assert index.rows == 3
-    [hits] = index.nearest(np.array([vector("c")], np.float32), 1)
-    assert (hits[0].row, round(hits[0].score, 5)) == (2, 1.0)
-    assert index.texts([0, 2], run(tmp_path, _bundle)) == {0: "a", 2: "c"}
-
-
-async def _bundle(host: Host) -> Any:
-    return host.bundles["toy"]
+    assert index.rows == 3 and (best(index, "c").row, round(best(index, "c").score, 5)) == (2, 1.0)
+    assert index.texts([0, 2], bundle) == {0: "a", 2: "c"}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,19 @@ async def _bundle(host: Host) -> Any:
         ('""', InvalidRequest, "in.jsonl:2: the text is empty."),
     ],
 )
-def test_a_bad_text_stops_a_run_by_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, error: type[Exception], message: str
+async def test_a_bad_text_stops_a_run_by_its_place(
+    tmp_path: Path,
+    hosting: Hosting,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    error: type[Exception],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text(f'"a"\n{line}\n')
     with pytest.raises(error) as caught:
-        run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of("in.jsonl"), Path("x.npy")))
+        async with hosting() as host:
+            await embed_file(host, "toy", Corpus.of("in.jsonl"), Path("x.npy"))
     assert str(caught.value).startswith(message)
     assert not list(tmp_path.glob("x.npy*")), "nothing plausible is left"
 
@@ -139,19 +145,24 @@ def test_a_bad_text_stops_a_run_by_its_place(
 @pytest.mark.parametrize(
     ("empty", "rows"), [("zero", ["", "a", "", "b", ""]), ("skip", ["a", "b"]), ("error", ["a", "b"])]
 )
-def test_empty_texts_and_blank_lines_may_have_zeros(tmp_path: Path, empty: Any, rows: list[str]) -> None:
+async def test_empty_texts_and_blank_lines_may_have_zeros(
+    tmp_path: Path, hosting: Hosting, empty: Any, rows: list[str]
+) -> None:
     """A blank line of a .txt is an empty text only where each line is to have a row."""
     source, out, text = tmp_path / "in.jsonl", tmp_path / "x.npy", tmp_path / "in.txt"
     source.write_text("\n".join(map(json.dumps, rows if empty == "error" else ["", "a", " ", "b", ""])))
     text.write_text("\na\n \nb\n\n")
-    for file in (source, text):
-        run(tmp_path, lambda host, file=file: embed_file(host, "toy", Corpus.of(file), out, policy=Policy(empty=empty)))
-        assert np.load(out).tolist() == [vector(row) if row else [0.0] * 8 for row in rows]
+    async with hosting() as host:
+        for file in (source, text):
+            await embed_file(host, "toy", Corpus.of(file), out, policy=Policy(empty=empty))
+            assert np.load(out).tolist() == [vector(row) if row else [0.0] * 8 for row in rows]
 
 
 @pytest.mark.parametrize("name", ["x.npy", "x.parquet"])
-@pytest.mark.parametrize(("lines", "best"), [("", 0), ('"a"\n"query b"\n', 1), ('"query b"\n' * 40, 0)])
-def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, lines: str, best: int) -> None:
+@pytest.mark.parametrize(("lines", "found"), [("", 0), ('"a"\n"query b"\n', 1), ('"query b"\n' * 40, 0)])
+async def test_a_corpus_of_any_size_with_short_vectors(
+    tmp_path: Path, hosting: Hosting, name: str, lines: str, found: int
+) -> None:
     """Cut and of length 1 again, as toy normalises; a search's queries are cut to what the index has.
 
     Of equal rows the first is found.
@@ -160,126 +171,113 @@ def test_a_corpus_of_any_size_with_short_vectors(tmp_path: Path, name: str, line
         pytest.importorskip("pyarrow", reason="the extra parquet isn't installed")
     source, out = tmp_path / "in.jsonl", tmp_path / name
     source.write_text(lines)
-
-    async def work(host: Host) -> Any:
+    async with hosting() as host:
         short = await host.embed("toy", [json.loads(line) for line in lines.splitlines()], dimensions=3)
+        query = await host.embed("toy", ["query b"], dimensions=3)
         document = await embed_file(host, "toy", Corpus.of(source), out, policy=Policy(dimensions=3))
         for wrong in (0, 9, True, 2.0):
             with pytest.raises(InvalidRequest, match="dimensions is"):
                 await host.embed("toy", [], dimensions=wrong)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="dimensions is"):
-                await anext(host.embed_stream("toy", [], dimensions=wrong))  # type: ignore[arg-type]
-        return short, document["n"], document["dims"], await host.embed("toy", ["query b"], dimensions=3)
-
-    short, n, dims, query = run(tmp_path, work)
-    assert (n, dims) == short.shape == (lines.count("\n"), 3)
+    assert (document["n"], document["dims"]) == short.shape == (lines.count("\n"), 3)
     index = Index(out)
     assert (index.rows, index.dims) == short.shape
     [hits] = index.nearest(query, 1)
-    assert [(hit.row, round(hit.score, 5)) for hit in hits] == ([(best, 1.0)] if n else [])
+    assert [(hit.row, round(hit.score, 5)) for hit in hits] == ([(found, 1.0)] if lines else [])
     if name == "x.npy":
         assert np.load(out).tolist() == short.tolist()
 
 
-def test_a_kill_between_two_renames_leaves_no_mixed_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kill_between_two_renames_leaves_no_mixed_result(
+    tmp_path: Path, hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over an older result of as many rows: what is found there is the one, or the other, or no index."""
-    out = tmp_path / "x.npy"
+    out, really, found, left = tmp_path / "x.npy", os.replace, [], 0
     sources = [tmp_path / name for name in ("old.jsonl", "new.jsonl")]
     for source, rows in zip(sources, (["a", "b"], ["c", "d"]), strict=True):
         source.write_text("".join(json.dumps({"id": row, "text": row}) + "\n" for row in rows))
-    calls, really = [0], os.replace
 
     class Killed(BaseException):
         pass
 
-    async def work(host: Host) -> list[str]:
-        found = []
-        for steps in range(1, 99):
-            calls[0] = 99
-            await embed_file(host, "toy", Corpus.of(sources[0]), out)
-            calls[0] = steps
-            try:
-                await embed_file(host, "toy", Corpus.of(sources[1]), out)
-                return found
-            except Killed:
-                pass
-            try:
-                index = Index(out)
-            except InvalidRequest:
-                found.append("none")
-                continue
-            found.append("".join(index.nearest(np.array([vector(row)], np.float32), 1)[0][0].id for row in "abcd"))
-        return found
-
     def replace(*paths: Any) -> None:
-        calls[0] -= 1
-        if not calls[0]:
+        nonlocal left
+        left -= 1
+        if not left:
             raise Killed
         really(*paths)
 
     monkeypatch.setattr(os, "replace", replace)
-    found = run(tmp_path, work)
-    monkeypatch.undo()
-    whole = {run(tmp_path, lambda host, file=file: _names(host, file, out)) for file in sources}
-    assert len(found) >= 4 and {"none"} < set(found) <= {*whole, "none"}
+    async with hosting() as host:
+        for steps in range(1, 99):
+            left = 0
+            await embed_file(host, "toy", Corpus.of(sources[0]), out)
+            left = steps
+            try:
+                await embed_file(host, "toy", Corpus.of(sources[1]), out)
+                break
+            except Killed:
+                pass
+            try:
+                hits = {row: best(Index(out), row) for row in "abcd"}
+                found.append("".join(row for row, hit in hits.items() if hit.id == row and hit.score > 0.999))
+            except InvalidRequest:
+                found.append("none")
+    assert len(found) >= 4 and {"none"} < set(found) <= {"ab", "cd", "none"}
 
 
-async def _names(host: Host, source: Path, out: Path) -> str:
-    await embed_file(host, "toy", Corpus.of(source), out)
-    return "".join(Index(out).nearest(np.array([vector(row)], np.float32), 1)[0][0].id for row in "abcd")
-
-
-def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path) -> None:
+async def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path, hosting: Hosting) -> None:
     """The third block meets the death of its worker; a bad text lies on either side of it."""
     source, out = tmp_path / "in.txt", tmp_path / "x.npy"
     words = [WORDS[4 + number % 6] for number in range(3000)]
     words[5] = words[2500] = "a " * 40
     source.write_text("\n".join(words))
     policy = Policy(on_error="skip")
-    script = {"state": str(tmp_path / "spawns"), "generations": [
-        {"rules": [{"on": "EMBED_BATCH", "nth": 11, "do": [{"signal": "SIGKILL"}]}]}, {},
-    ]}  # fmt: skip
-
-    async def twice(host: Host) -> Any:
+    async with hosting(dying(tmp_path, "EMBED_BATCH", 11)) as host:
         with pytest.raises(EngineCrashed):
             await embed_file(host, "toy", Corpus.of(source), out, policy=policy)
-        return await embed_file(host, "toy", Corpus.of(source), out, policy=policy)
-
-    document = run(tmp_path, twice, script)
+        document = await embed_file(host, "toy", Corpus.of(source), out, policy=policy)
     assert (document["resumed_at"], document["n"], document["skipped"]) == (2047, 2998, 2)
-    expected = [vector(word) for word in words if len(word) == 1]
-    assert np.load(out).tolist() == expected
+    assert np.load(out).tolist() == [vector(word) for word in words if len(word) == 1]
     assert len((tmp_path / "x.npy.errors.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("prompt", "resumed"), [("query", True), ("none", False)])
-def test_a_prompt_is_remembered_and_another_one_begins_anew(tmp_path: Path, prompt: str, resumed: bool) -> None:
-    write_bundle(tmp_path / "toy", model_id="toy", prompts={"query": "query ", "doc": "b "}, default_prompt="doc")
-    out = tmp_path / "x.npy"
-    script = {"state": str(tmp_path / "spawns"), "generations": [
-        {"rules": [{"on": "EMBED_BATCH", "nth": 9, "do": [{"signal": "SIGKILL"}]}]}, {},
-    ]}  # fmt: skip
-    corpus = Corpus.of(["a b"] * 2049)  # the third block meets the death of its worker
+@pytest.mark.parametrize("change", ["grew", "shrank"])
+async def test_a_corpus_that_changes_while_it_is_read_is_no_result(
+    tmp_path: Path, hosting: Hosting, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    source, surveyed = tmp_path / "in.txt", Reader.survey
+    source.write_text("a\nb\n")
 
-    async def twice(host: Host) -> Any:
+    def survey(reader: Reader) -> Any:
+        told = surveyed(reader)
+        source.write_text("a\nb\nc\n" if change == "grew" else "a\n")
+        return told
+
+    monkeypatch.setattr(Reader, "survey", survey)
+    async with hosting() as host:
+        with pytest.raises(InvalidRequest, match=f"in.txt {change} while it was read"):
+            await embed_file(host, "toy", Corpus.of(source), tmp_path / "x.npy")
+    assert not (tmp_path / "x.npy").exists()
+
+
+@pytest.mark.parametrize(("prompt", "resumed"), [("query", True), ("none", False)])
+async def test_a_prompt_is_remembered_and_another_one_begins_anew(
+    tmp_path: Path, hosting: Hosting, prompt: str, resumed: bool
+) -> None:
+    out, corpus, short = tmp_path / "x.npy", Corpus.of(["a b"] * 2049), tmp_path / "in.txt"
+    short.write_text("a b\n")
+    prompts: dict[str, Any] = {"prompts": {"query": "query ", "doc": "b "}, "default_prompt": "doc"}
+    async with hosting(dying(tmp_path, "EMBED_BATCH", 9), **prompts) as host:  # the third block
         with pytest.raises(InvalidRequest, match="doc, query, none"):
             await embed_file(host, "toy", corpus, out, policy=Policy(prompt="passage"))
         with pytest.raises(EngineCrashed):
             await embed_file(host, "toy", corpus, out, policy=Policy(prompt="query"))
-        return await embed_file(host, "toy", corpus, out, policy=Policy(prompt=prompt))
-
-    assert (run(tmp_path, twice, script)["resumed_at"] > 0) == resumed
-    assert np.load(out)[[0, 2048]].tolist() == [vector("query a b" if prompt == "query" else "a b")] * 2
-    index = Index(out)
-    assert index.facts["prompt"] == prompt
-    cut = Policy(prompt=prompt, chunking=Chunking(1))
-    run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(_file(tmp_path)), out, policy=cut))
-    assert Index(out).texts([0, 1], run(tmp_path, _bundle)) == {0: "a", 1: "b"}
-
-
-def _file(folder: Path) -> Path:
-    (folder / "in.txt").write_text("a b\n")
-    return folder / "in.txt"
+        again = await embed_file(host, "toy", corpus, out, policy=Policy(prompt=prompt))
+        assert (again["resumed_at"] > 0) == resumed
+        assert np.load(out)[[0, 2048]].tolist() == [vector("query a b" if prompt == "query" else "a b")] * 2
+        assert Index(out).facts["prompt"] == prompt
+        await embed_file(host, "toy", Corpus.of(short), out, policy=Policy(prompt=prompt, chunking=Chunking(1)))
+        assert Index(out).texts([0, 1], host.bundles["toy"]) == {0: "a", 1: "b"}
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -307,34 +305,31 @@ def test_the_nearest_rows_are_those_of_the_whole_product(tmp_path: Path) -> None
         assert np.allclose([hit.score for hit in hits], scores[best], atol=1e-5)
 
 
-def test_what_is_no_index_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.npy").write_bytes(b"no")
-    np.save(tmp_path / "alone.npy", np.zeros((2, 2), np.float32))
-    np.save(tmp_path / "lies.npy", np.zeros((2, 2), np.float32))
-    (tmp_path / "lies.npy.meta.json").write_text(json.dumps(META))
-    for name in ("x.npy", "alone.npy", "lies.npy", "none.npy"):
-        with pytest.raises(InvalidRequest, match="is no index"):
-            Index(tmp_path / name)
-
-
 @pytest.mark.parametrize(
-    ("meta", "ids", "worst", "why"),
+    ("meta", "ids", "rows", "why"),
     [
-        ({"n": 3.5}, b"", 1, "Expected `int`, got `float`"),
-        ({"files": [1]}, b"", 1, "Expected `str`, got `int`"),
-        ({"chunk": 5}, b"", 1, "Expected `array . null`, got `int`"),
-        ({}, b"a\nb\n", 1, "fewer lines than there are rows"),
-        ({}, b"a\n\xff\nc\n", 1, "can't decode"),
-        ({}, b'a\n"b\nc\n', 1, "Unterminated"),
-        ({}, b"a\nb\nc\n", np.nan, "it holds what is no number"),
+        (None, b"", [[1, 2]] * 3, "No such file"),
+        ({}, b"", [[1, 2]] * 2, "aren't the 3 x 2"),
+        ({"n": 3.5}, b"", [[1, 2]] * 3, "Expected `int`, got `float`"),
+        ({"chunk": 5}, b"", [[1, 2]] * 3, "Expected `array . null`, got `int`"),
+        ({}, b"a\nb\n", [[1, 2]] * 3, "fewer lines than there are rows"),
+        ({}, b"a\n\xff\nc\n", [[1, 2]] * 3, "can't decode"),
+        ({}, b'a\n"b\nc\n', [[1, 2]] * 3, "Unterminated"),
+        ({}, b"", [[1, 2], [1, 2], [1, np.nan]], "it holds what is no number"),
+        ({}, b"", None, "magic string"),
     ],
 )
-def test_an_index_that_is_damaged_is_refused(
-    tmp_path: Path, meta: dict[str, Any], ids: bytes, worst: float, why: str
+def test_an_index_that_is_damaged_or_none_is_refused(
+    tmp_path: Path, meta: dict[str, Any] | None, ids: bytes, rows: list[list[float]] | None, why: str
 ) -> None:
-    np.save(tmp_path / "x.npy", np.array([[1, 2], [3, 4], [5, worst]], np.float32))
-    (tmp_path / "x.npy.meta.json").write_text(json.dumps({**META, **meta}))
-    (tmp_path / "x.npy.ids.txt").write_bytes(ids)
+    if rows is None:
+        (tmp_path / "x.npy").write_bytes(b"nothing of the kind")
+    else:
+        np.save(tmp_path / "x.npy", np.array(rows, np.float32))
+    if meta is not None:
+        (tmp_path / "x.npy.meta.json").write_text(json.dumps({**META, **meta}))
+    if ids:
+        (tmp_path / "x.npy.ids.txt").write_bytes(ids)
     with pytest.raises(InvalidRequest, match=f"is no index .*{why}"):
         Index(tmp_path / "x.npy").nearest(np.ones((1, 2), np.float32), 3)
 
@@ -358,13 +353,13 @@ def test_a_table_that_was_changed_is_no_index(tmp_path: Path, change: str) -> No
         Index(tmp_path / "x.parquet").nearest(np.ones((1, 2), np.float32), 3)
 
 
-def test_an_index_of_another_model_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "x.npy"
-    run(tmp_path, lambda host: embed_file(host, "toy", Corpus.of(["a"]), out))
-    bundle = run(tmp_path, _bundle)
+async def test_an_index_of_another_model_is_refused(tmp_path: Path, hosting: Hosting) -> None:
+    out, meta = tmp_path / "x.npy", tmp_path / "x.npy.meta.json"
+    async with hosting() as host:
+        await embed_file(host, "toy", Corpus.of(["a"]), out)
+        bundle = host.bundles["toy"]
     Index(out).check_model(bundle, "toy")
-    meta = json.loads((tmp_path / "x.npy.meta.json").read_text())
-    (tmp_path / "x.npy.meta.json").write_text(json.dumps({**meta, "manifest_digest": "0" * 64}))
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "manifest_digest": "0" * 64}))
     with pytest.raises(InvalidRequest, match="made by another model"):
         Index(out).check_model(bundle, "toy")
 
@@ -372,21 +367,15 @@ def test_an_index_of_another_model_is_refused(tmp_path: Path) -> None:
 # --- queries ---------------------------------------------------------------------------------------------------------
 
 
-def test_scores_of_a_file_of_queries_go_on_where_they_stopped(tmp_path: Path) -> None:
+async def test_scores_of_a_file_of_queries_go_on_where_they_stopped(tmp_path: Path, hosting: Hosting) -> None:
     source, out = tmp_path / "q.jsonl", tmp_path / "s.jsonl"
     lines = [{"id": n, "query": "query", "docs": ["a", "b"]} for n in range(4)]
     source.write_text("\n".join(map(json.dumps, lines)))
-    script = {"state": str(tmp_path / "spawns"), "generations": [
-        {"rules": [{"on": "RERANK", "nth": 3, "do": [{"signal": "SIGKILL"}]}]}, {},
-    ]}  # fmt: skip
-
-    async def twice(host: Host) -> Any:
+    async with hosting(dying(tmp_path, "RERANK", 3)) as host:
         with pytest.raises(EngineCrashed, match=r"q\.jsonl:3: "):
             await rerank_file(host, "judge", str(source), out, display=QUIET)
         assert not out.exists()
-        return await rerank_file(host, "judge", str(source), out, display=QUIET)
-
-    document = run(tmp_path, twice, script)
+        document = await rerank_file(host, "judge", str(source), out, display=QUIET)
     assert (document["n"], document["resumed_at"]) == (4, 2)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["id"] for row in found] == ["0", "1", "2", "3"]

@@ -16,7 +16,8 @@ from synapse_host.bulk import Policy
 from synapse_host.bulk.cluster import Embedder
 from synapse_host.cli import main
 from synapse_host.errors import InvalidRequest, NotCertified, SequenceTooLong, UnknownModel
-from tests.support.on_ray import SLOW, Place, kill_an_actor, run_killed, vector
+from tests.support.on_ray import SLOW, Place, kill_an_actor, run_killed
+from tests.support.small_bundle import vector
 
 pytestmark = [
     pytest.mark.process,

@@ -18,12 +18,14 @@ pytestmark = [
 ]
 
 
-def test_an_actor_and_a_raylet_that_are_killed_lose_and_double_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_an_actor_and_a_raylet_that_are_killed_lose_and_double_nothing(tmp_path: Path, jobs: int) -> None:
     pytest.importorskip("ray", reason="the extra ray isn't installed")
-    place = Place(tmp_path, SLOW)
     with pytest.raises(InvalidRequest, match=r"Ray can't be reached at 127\.0\.0\.1:1: "):
-        place.run(address="127.0.0.1:1")
-    with two_raylets() as raylets:
-        document, killed = run_killed(place, [kill_an_actor, raylets.kill])
-    assert document["n"] == 3000 and killed == 2
-    place.check()
+        Place(tmp_path / "no").run(address="127.0.0.1:1")
+    with two_raylets() as kill_a_raylet:
+        for job in range(jobs):
+            place = Place(tmp_path / str(job), SLOW)
+            document, killed = run_killed(place, [kill_an_actor, kill_a_raylet])
+            assert document["n"] == 3000 and killed == 2
+            place.check()

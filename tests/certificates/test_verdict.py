@@ -16,7 +16,8 @@ from synapse_host.certificates import figures, verdict
 from synapse_host.certificates.document import Evidence, Fault, Packing
 from synapse_host.placement.matrix import load
 from tests.support.evidence import (
-    REFERENCE,
+    INPUTS,
+    KINDS,
     N,
     embed_inputs,
     evidence,
@@ -35,18 +36,6 @@ def changed(values: list[Any], index: int, value: Any) -> list[Any]:
     return [*values[:index], value, *values[index + 1 :]]
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "embed": {"task": "embed"},
-    "rerank": {"task": "rerank"},
-    "generate": {"task": "generate"},
-    "embed int8": {"task": "embed", "dtype": "int8"},
-    "rerank int8": {"task": "rerank", "dtype": "int8"},
-    "embed ane": {"task": "embed", "ane": True},
-    "rerank ane": {"task": "rerank", "ane": True},
-}
-INPUTS = {"embed": embed_inputs, "rerank": rerank_inputs, "generate": generate_inputs}
-
-
 def bent(kind: str, change: dict[str, Any]) -> Evidence:
     """The clean document of a kind with some of its measurements changed, judged."""
     make = INPUTS[KINDS[kind]["task"]]
@@ -54,12 +43,6 @@ def bent(kind: str, change: dict[str, Any]) -> Evidence:
     if inputs:
         change = {name: value for name, value in change.items() if name not in inputs} | {"inputs": make(**inputs)}
     return evidence(**KINDS[kind], **change)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_clean_run_is_certified(kind: str) -> None:
-    document = bent(kind, {})
-    assert (failed(document), document.verdict, document.reasons) == (set(), "certified", [])
 
 
 EMBED, RERANK, GENERATE = embed_inputs(), rerank_inputs(), generate_inputs()
@@ -77,8 +60,8 @@ def scores(single: list[Any], **more: Any) -> dict[str, Any]:
     return {"single": single, "batch": single, "permuted": single, **more}
 
 
-def without(stage: str, task: str) -> dict[str, int]:
-    return {name: 0 for name in figures.STAGES[task] if name != stage}
+def facts(**changes: Any) -> Any:
+    return msgspec.structs.replace(evidence().engine, **changes)
 
 
 def outcome(name: str, came: str) -> Any:
@@ -149,11 +132,10 @@ MEASUREMENTS = [
     ("rerank int8", {"batch": [0.0] * N}, {"batch_single", "order"}),
     ("rerank int8", {"batch": REVERSED}, {"order"}),
 ]  # fmt: skip
-TWICE = [{"operations": {"ios17.conv": {"neuralEngine": 90, "unknown": 5}, "ios17.cast@mask_position": {"cpu": 5}}},
-         {"operations": {"ios17.conv": {"neuralEngine": 400}, "ios17.cast@mask_position": {"cpu": 17}}},
-         {"operations": {"ios17.conv": {"neuralEngine": 99, "gpu": 1}}},
-         {"operations": {"ios17.matmul": {"neuralEngine": 95, "cpu": 1}, "const": {"const": 9}}}]  # fmt: skip
-BLIND, CROWDED, ON_GPU, CPU_HEAVY = TWICE
+BLIND = {"ios17.conv": {"neuralEngine": 90, "unknown": 5}, "ios17.cast@mask_position": {"cpu": 5}}
+CROWDED = {"ios17.conv": {"neuralEngine": 400}, "ios17.cast@mask_position": {"cpu": 17}}
+ON_GPU = {"ios17.conv": {"neuralEngine": 99, "gpu": 1}}
+CPU_HEAVY = {"ios17.matmul": {"neuralEngine": 95, "cpu": 1}, "const": {"const": 9}}
 PLACEMENTS = [
     ({"share": None}, {"placement_share"}),
     ({"generation": 2}, {"placement_share"}),
@@ -165,14 +147,14 @@ PLACEMENTS = [
     ({"share": 1.5}, {"placement_share"}),
     ({"functions": []}, {"functions_unreported", "function_share", "cost_share"}),
     ({"functions": [function(), function("s256", operations={})]}, {"functions_unreported", "function_share"}),
-    ({"functions": [function(**BLIND)]}, {"functions_unreported", "function_share"}),
+    ({"functions": [function(operations=BLIND)]}, {"functions_unreported", "function_share"}),
     ({"functions": [function(), function(ane=80, cpu=20)]}, {"function_share", "cpu_operations"}),
     ({"functions": [function(cost={"neuralEngine": 0.9, "cpu": 0.1})]}, {"cost_share"}),
     ({"functions": [function(cost={})]}, {"cost_share"}),
     ({"functions": [function(cost={"neuralEngine": 9.0, "cpu": -1.0})]}, {"cost_share"}),
-    ({"functions": [function(**CPU_HEAVY)]}, {"cpu_operations"}),
-    ({"functions": [function(**CROWDED)]}, {"cpu_operations"}),
-    ({"functions": [function(**ON_GPU)]}, {"cpu_operations"}),
+    ({"functions": [function(operations=CPU_HEAVY)]}, {"cpu_operations"}),
+    ({"functions": [function(operations=CROWDED)]}, {"cpu_operations"}),
+    ({"functions": [function(operations=ON_GPU)]}, {"cpu_operations"}),
     ({"forced_ms": [4.0] * 16}, {"speedup"}),
     ({"forced_ms": []}, {"speedup"}),
     ({"native_ms": [3.0]}, {"speedup"}),
@@ -194,7 +176,6 @@ def test_faults_of_what_was_measured(kind: str, change: dict[str, Any], names: s
 def test_faults_of_placement(kind: str, change: dict[str, Any], names: set[str]) -> None:
     document = bent(kind, {"placement": placement(**change)})
     assert failed(document) == names
-    assert failed_groups(document) == ({"placement"} if names else set())
     assert ("placement_unreported" in document.reasons) == ("share" in change and change["share"] is None)
 
 
@@ -209,6 +190,13 @@ OF_RUN = [
     ({"limits": outcome("length 1", "inference_failed")}, {"limits"}),
     ({"fixture": fixture(stale_rows=2)}, {"reference_stale"}),
     ({"fixture": fixture(digest="sha256:" + "0" * 64)}, {"reference_stale"}),
+    ({"engine": facts(build_flags={})}, set()),
+    ({"engine": facts(observed="ane-reference")}, {"identity"}),
+    ({"engine": facts(observed=None)}, {"identity"}),
+    ({"engine": facts(build_flags={"device": "cuda"})}, {"identity"}),
+    ({"engine": facts(build_flags={"device": "cpu", "backend": "cuda"})}, {"identity"}),
+    # A worker that names no device is no accelerator's.
+    ({"engine": facts(build_flags={}, device="metal")}, {"identity"}),
     ({"fixture": fixture(distinct=234)}, set()),
     ({"fixture": fixture(distinct=233)}, {"reference_distinct"}),
     # Fewer probes than there are answers.
@@ -227,15 +215,8 @@ def test_faults_of_the_run(task: str, change: dict[str, Any], names: set[str]) -
 def test_every_stage_counts_its_first_attempts(task: str, stage: str) -> None:
     counts = dict.fromkeys(figures.STAGES[task], 0)
     assert failed(bent(task, {"non_finite": {**counts, stage: 1}})) == {"non_finite"}
-    assert failed(bent(task, {"non_finite": without(stage, task)})) == {"non_finite"}
-
-
-@pytest.mark.parametrize(
-    "program", ["llama.cpp", "llama-cpp-python", "onnxruntime", "owned-cuda", "ane-reference", "Synapse"]
-)
-def test_a_reference_by_an_engine_of_ours_is_refused(program: str) -> None:
-    by = msgspec.structs.replace(REFERENCE, program=program)
-    assert failed(bent("embed", {"fixture": fixture(computed_by=by)})) == {"reference_independent"}
+    del counts[stage]
+    assert failed(bent(task, {"non_finite": counts})) == {"non_finite"}
 
 
 def test_every_gate_has_a_fault_that_fails_it() -> None:
@@ -303,12 +284,6 @@ def test_a_stop_is_a_next_token_too() -> None:
     assert failed(evidence("generate", inputs=missed)) == {"top1"}
 
 
-def test_without_fixtures_nothing_is_certified() -> None:
-    document = evidence(fixture=None, inputs=None, tokens=[])
-    assert document.verdict == "uncertified"
-    assert document.reasons[0] == "reference_fixture_missing"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_without_measurements_is_never_certified(kind: str) -> None:
     document = bent(kind, {"inputs": None})
@@ -316,30 +291,8 @@ def test_a_run_without_measurements_is_never_certified(kind: str) -> None:
     assert document.verdict == "uncertified"
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"observed": "ane-reference"},
-        {"observed": None},
-        {"build_flags": {"device": "cuda"}},
-        {"build_flags": {"device": "cpu", "backend": "cuda"}},
-    ],
-)
-def test_another_engine_or_device_than_the_matrix_says(facts: dict[str, Any]) -> None:
-    document = evidence(engine=msgspec.structs.replace(evidence().engine, **facts))
-    assert failed(document) == {"identity"}
-    assert failed_groups(document) == {"device"}
-
-
-def test_a_worker_that_names_no_device_is_no_accelerators() -> None:
-    facts = msgspec.structs.replace(evidence().engine, build_flags={})
-    assert failed(evidence(engine=facts)) == set()
-    assert failed(evidence(engine=msgspec.structs.replace(facts, device="metal"))) == {"identity"}
-
-
 def test_a_refused_worker_fails_the_device_gate_and_a_lost_one_the_workers() -> None:
-    facts = msgspec.structs.replace(evidence().engine, observed=None)
-    nothing = {"inputs": None, "engine": facts, "generations": []}
+    nothing = {"inputs": None, "engine": facts(observed=None), "generations": []}
     refused = evidence(fault=Fault("lane_refused", "no", "load"), **nothing)
     assert failed_groups(refused) == {"device"}
     lost = evidence(fault=Fault("engine_crashed", "dead", "singles"), **nothing)
@@ -398,16 +351,17 @@ def test_without_a_placement_nothing_packs_on_a_neural_engine() -> None:
 
 def test_thresholds_come_from_the_matrix_and_the_engine_overrides() -> None:
     matrix = load()
-    found = verdict.thresholds(matrix, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    engine = matrix.engines["llama-cpu"]
+    found = verdict.thresholds(matrix, engine, task="embed", dtype="f16")
     assert found["min_cosine"] == 0.999
     assert "placement_share" not in found
-    engine = msgspec.structs.replace(matrix.engines["llama-cpu"], thresholds={"embed": {"min_cosine": 0.9999}})
+    engine = msgspec.structs.replace(engine, thresholds={"embed": {"min_cosine": 0.9999}})
     strict = msgspec.structs.replace(matrix, engines={**matrix.engines, "llama-cpu": engine})
-    found = verdict.thresholds(strict, engine="llama-cpu", task="embed", precision="exact", placement=False)
+    found = verdict.thresholds(strict, engine, task="embed", dtype="f16")
     assert (found["min_cosine"], found["mean_cosine"]) == (0.9999, 0.9995)
-    found = verdict.thresholds(matrix, engine="ane", task="rerank", precision="exact", placement=True, share=0.97)
+    found = verdict.thresholds(matrix, matrix.engines["ane"], task="rerank", dtype="f16", share=0.97)
     assert (found["placement_share"], found["cost_share"], found["speedup"]) == (0.97, 0.98, 1.5)
-    found = verdict.thresholds(matrix, engine="nowhere", task="rerank", precision="approximate", placement=False)
+    found = verdict.thresholds(matrix, matrix.engines["onnx-cpu"], task="rerank", dtype="int8")
     assert (found["approximate_pearson"], found["approximate_top1"]) == (0.995, 0.95)
     assert "max_error" not in found
 
@@ -419,19 +373,10 @@ def test_defaults_are_the_packaged_matrix() -> None:
             assert matrix.thresholds[bound.section][bound.key] == bound.default, name
 
 
-def test_weaker_thresholds_are_named() -> None:
-    wanted = {"min_cosine": 0.999, "max_error": 0.1}
-    assert verdict.weaker({"min_cosine": 0.9999, "max_error": 0.05}, wanted) == []
-    assert verdict.weaker({"min_cosine": 0.9, "max_error": 0.1}, wanted) == ["min_cosine"]
-    assert verdict.weaker({"min_cosine": 0.999, "max_error": 0.2}, wanted) == ["max_error"]
-    assert verdict.weaker({}, wanted) == ["min_cosine", "max_error"]
-
-
-@pytest.mark.parametrize("task", list(INPUTS))
-def test_speed_is_reported_and_never_gated(task: str) -> None:
-    clean = evidence(task)
+def test_speed_is_reported_and_never_gated() -> None:
+    clean = evidence()
     slow = msgspec.structs.replace(clean.performance, single_ms=[1e6] * N, batch_s=1e6)
-    document = evidence(task, performance=slow)
+    document = evidence(performance=slow)
     assert document.verdict == "certified"
     assert document.reported["single_p50_ms"] == 1e6
     assert clean.reported["tokens_per_s"] == 6000

@@ -20,10 +20,10 @@ from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, Function
 from engines.checkpoint.read import Checkpoint
 from synapse_host import Host, HostConfig
-from synapse_host.certificates.document import Evidence
 from synapse_host.certification.run import Order, certify
 from synapse_host.errors import BackendMissing, BundleInvalid, InvalidRequest
 from synapse_host.placement.matrix import HardwareMatrix, load
+from synapse_host.text.tokenizer import TextTokenizer
 from tests.support import owned_bundle
 from tests.support.evidence import N, failed, failed_groups, function
 from tests.support.sabotage import (
@@ -42,14 +42,12 @@ from tests.support.sabotage import (
     run,
     sabotaged,
 )
-from tests.support.scripted import command, expected_sequence_score, expected_vector
-from tests.support.small_bundle import write_bundle
+from tests.support.scripted import expected_vector
+from tests.support.small_bundle import write_bundle, write_matrix
 from tests.support.toy_models import write_bert
 
 pytestmark = pytest.mark.process
 needs_onnx = pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs the extra 'cuda'")
-
-ROOT = Path(__file__).parents[2]
 
 
 # --- real engine, toy weights ----------------------------------------------------------------------------------------
@@ -150,57 +148,30 @@ def test_each_bent_bundle_fails_its_own_gates_only(kind: str, toys: dict[str, Pa
 
 def scripted_bundle(folder: Path, task: str, *, dtype: str = "f16", kind: str = "good") -> Path:
     """A bundle whose reference is what the scripted worker answers, or has one fault."""
-    formats = {"gguf": dtype}
-    write_bundle(folder, task=task, dims=DIMS, max_tokens=32, tokenizer=False, formats=formats)
-    if task == "embed":
-        rewrite(folder, normalize=False)
+    formats, unit = {"gguf": dtype}, {"normalize": False} if task == "embed" else {}
+    write_bundle(folder, task=task, dims=DIMS, max_tokens=32, tokenizer=False, formats=formats, **unit)
     reference(folder, task, kind)
     return folder
 
 
-def foreign_matrix(folder: Path, worker: list[str], **engine: Any) -> HardwareMatrix:
-    """A matrix whose only engine is that worker command, run in the repository's root."""
-    described = {"engine": "llama", "device": "cpu", "format": "gguf", "requires": "any", **engine}
-    lanes = {task: {"task": task, "engines": ["foreign"]} for task in ("embed", "rerank", "generate")}
-    if described["engine"] != "llama":
-        del lanes["generate"]
-    document = {
-        "version": 1,
-        "hardware": {"any": {}},
-        "engines": {"foreign": {**described, "worker": {"command": worker}}},
-        "lanes": lanes,
-    }
-    path = folder / "matrix.yaml"
-    path.write_text(json.dumps(document))
-    return load(path)
+HONEST = {
+    task: Sabotage(task, set(), dtype="int8" if task == "rerank" else "f16") for task in ("embed", "rerank", "generate")
+}
 
 
-def foreign_run(tmp_path: Path, sabotage: Sabotage) -> Evidence:
+@pytest.mark.parametrize("sabotage", [*HONEST.values(), *SABOTAGES.values()], ids=[*HONEST, *SABOTAGES])
+def test_each_sabotage_fails_its_own_gates_only_and_an_honest_worker_none(sabotage: Sabotage, tmp_path: Path) -> None:
     bundle = scripted_bundle(tmp_path / "toy", sabotage.task, dtype=sabotage.dtype, kind=sabotage.kind)
-    worker = command({"dims": DIMS, **SCRIPTS.get(sabotage.worker, {})})
+    script = {"dims": DIMS, **SCRIPTS.get(sabotage.worker, {})}
     with bent(sabotage.worker):
-        return run(bundle, sabotage.task, foreign_matrix(tmp_path, worker, dtype=[sabotage.dtype]))
-
-
-@pytest.mark.parametrize(
-    ("task", "dtype"), [("embed", "f16"), ("rerank", "int8"), ("generate", "f16")], ids=["embed", "rerank", "generate"]
-)
-def test_an_honest_foreign_worker_is_certified(task: str, dtype: str, tmp_path: Path) -> None:
-    document = foreign_run(tmp_path, Sabotage(task, set(), dtype=dtype))
-    assert failed(document) == set()
-    assert document.verdict == "certified"
-
-
-@pytest.mark.parametrize("name", SABOTAGES)
-def test_each_sabotage_fails_its_own_gates_only(name: str, tmp_path: Path) -> None:
-    document = foreign_run(tmp_path, SABOTAGES[name])
-    assert document.verdict == "uncertified"
-    assert failed(document) == SABOTAGES[name].gates
+        document = run(bundle, sabotage.task, load(write_matrix(tmp_path, script, dtype=[sabotage.dtype])))
+    assert failed(document) == sabotage.gates
+    assert (document.verdict == "certified") == (not sabotage.gates)
 
 
 def test_a_bundle_without_fixtures_ends_uncertified(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "toy")
-    document = run(bundle, "embed", foreign_matrix(tmp_path, command()))
+    document = run(bundle, "embed", load(write_matrix(tmp_path)))
     assert document.verdict == "uncertified"
     assert document.reasons[0] == "reference_fixture_missing"
     assert document.engine.observed == "llama.cpp-worker"
@@ -210,15 +181,10 @@ def test_stale_texts_are_counted(tmp_path: Path) -> None:
     """Texts that the bundle's tokenizer now turns into other ids."""
     bundle = write_bundle(tmp_path / "toy", dims=DIMS, normalize=False)
     texts = [" ".join("abcdef"[(n >> k) % 6] for k in range(0, 9, 2)) for n in range(N)]
-    from synapse_host.text.tokenizer import TextTokenizer
-
     rows = [TextTokenizer(manifest.read(bundle)).rows([text]).ids.tolist() for text in texts]
     vectors = [expected_vector(row, DIMS) for row in rows]
-    give_fixtures(bundle, "embed", texts, embed_arrays(rows, vectors))
-    matrix = foreign_matrix(tmp_path, command({"dims": DIMS}))
-    assert "reference_stale" not in failed(run(bundle, "embed", matrix))
     give_fixtures(bundle, "embed", ["f f f", *texts[1:]], embed_arrays(rows, vectors))
-    document = run(bundle, "embed", matrix)
+    document = run(bundle, "embed", load(write_matrix(tmp_path, {"dims": DIMS})))
     assert document.fixture is not None and document.fixture.stale_rows == 1
     assert "reference_stale" in failed(document)
 
@@ -226,91 +192,46 @@ def test_stale_texts_are_counted(tmp_path: Path) -> None:
 # --- the Neural Engine lane ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host of a user drives the Neural Engine: the lock of this test is nobody else's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def ane_bundle(folder: Path, task: str) -> Path:
-    write_bundle(
-        folder,
-        task=task,
-        dims=DIMS,
-        max_tokens=32,
-        normalize=False,
-        tokenizer=False,
-        special_ids={"cls": 2, "sep": 3},
-    )
-    (folder / "model.mlpackage").mkdir()
-    entry = Artifact(
-        format="coreml",
-        path="model.mlpackage",
-        digest="sha256:" + "0" * 64,
-        tree="sha256:" + "0" * 64,
-        dtype="f16",
-        layers=2,
-        functions=[Function("s16", bucket=16), Function("s32", bucket=32)],
-    )
+    special, digest = {"cls": 2, "sep": 3}, "sha256:" + "0" * 64
+    write_bundle(folder, task=task, dims=DIMS, max_tokens=32, normalize=False, tokenizer=False, special_ids=special)
+    functions = [Function("s16", bucket=16), Function("s32", bucket=32)]
+    entry = Artifact("coreml", "model.mlpackage", digest, "f16", tree=digest, layers=2, functions=functions)
     rewrite(folder, artifacts=[entry], token_types=task == "rerank")
-    rows = id_rows(5)
-    if task == "embed":
-        give_fixtures(folder, task, [None] * N, embed_arrays(rows, [expected_vector(r, DIMS) for r in rows]))
-    else:
-        queries = [row[:3] for row in id_rows(6, count=20)]
-        of = [n % 20 for n in range(N)]
-        logits = [expected_sequence_score([2, *queries[q], 3, *row, 3]) for q, row in zip(of, rows, strict=True)]
-        give_fixtures(folder, task, [None] * N, rerank_arrays(queries, rows, of, logits))
+    reference(folder, task, "framed")
     return folder
 
 
-def ane_run(tmp_path: Path, task: str, share: float | None, plan: int = 95) -> Evidence:
-    script = {
-        "engine": "ane-coreml-worker",
-        "dims": DIMS,
-        "buckets": [16, 32],
-        "placement_share": share,
-        "rules": [],
-    }
-    if task == "rerank":
-        script["dims"] = 1
-    matrix = foreign_matrix(tmp_path, command(script), engine="ane", device="ane", format="coreml")
-    functions = [function("s16", ane=plan, cpu=100 - plan, tokens=16), function("s32", ane=plan, cpu=100 - plan)]
-
-    def plans(assignment: Any) -> Any:
-        return functions, ["cast@mask_position"], None
-
-    return run(ane_bundle(tmp_path / "toy", task), task, matrix, plans=plans)
+UNPLANNED = {"functions_unreported", "function_share", "cost_share"}
 
 
-@pytest.mark.usefixtures("own_device")
 @pytest.mark.parametrize(
     ("task", "share", "plan", "gates"),
     [
         ("embed", 0.91, 91, set()),
         ("rerank", 0.89, 89, {"placement_share", "function_share"}),
         ("embed", None, 95, {"placement_share"}),
+        ("embed", 0.99, None, UNPLANNED),
     ],
-    ids=["reached", "missed", "unreported"],
+    ids=["reached", "missed", "unreported", "no framework to ask"],
 )
 def test_placement_decides_for_both_tasks(
-    task: str, share: float | None, plan: int, gates: set[str], tmp_path: Path
+    task: str, share: float | None, plan: int | None, gates: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = ane_run(tmp_path, task, share, plan)
+    # One host of a user drives the Neural Engine: the lock of this test is nobody else's.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = {"dims": DIMS if task == "embed" else 1, "buckets": [16, 32], "placement_share": share}
+    matrix, more = load(write_matrix(tmp_path, script, engine="ane")), {}
+    if plan is not None:
+        table = [function(name, ane=plan, cpu=100 - plan) for name in ("s16", "s32")], ["cast@mask_position"], None
+        more = {"plans": lambda assignment: table}
+    document = run(ane_bundle(tmp_path / "toy", task), task, matrix, **more)
     assert document.placement is not None and document.placement.share == share
+    assert bool(document.placement.reason) == (plan is None)
     # A scripted worker is about as fast "on the CPU", so whether the speed-up is reached says nothing here.
     assert failed(document) - {"speedup"} == gates
     assert ("placement_unreported" in document.reasons) == (share is None)
     assert len(document.placement.forced_ms) == len(document.placement.native_ms) == 16
-
-
-@pytest.mark.usefixtures("own_device")
-def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> None:
-    script = {"engine": "ane-coreml-worker", "dims": DIMS, "buckets": [16, 32], "placement_share": 0.99}
-    matrix = foreign_matrix(tmp_path, command(script), engine="ane", device="ane", format="coreml")
-    document = run(ane_bundle(tmp_path / "toy", "embed"), "embed", matrix)
-    assert {"functions_unreported", "function_share", "cost_share"} <= failed(document)
-    assert document.placement is not None and document.placement.reason
 
 
 # --- orders that make no sense ---------------------------------------------------------------------------------------
@@ -318,7 +239,7 @@ def test_without_the_frameworks_plan_placement_is_unreported(tmp_path: Path) -> 
 
 def test_bad_orders(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "toy")
-    matrix = foreign_matrix(tmp_path, command())
+    matrix = load(write_matrix(tmp_path))
 
     def order(**changes: Any) -> None:
         asyncio.run(certify(Order(**{"lane": "embed", "model": "toy", "bundle": bundle, **changes}), matrix))
@@ -331,13 +252,13 @@ def test_bad_orders(tmp_path: Path) -> None:
         order(lane="rerank")
     rewrite(bundle, artifacts=[Artifact("coreml-less", "x", "sha256:" + "0" * 64, "f16")])
     described = json.loads(matrix.path.read_text())
-    described["engines"]["other"] = described["engines"]["foreign"]
+    described["engines"]["other"] = described["engines"]["scripted"]
     described["lanes"]["embed"]["engines"].append("other")
     matrix.path.write_text(json.dumps(described))
     matrix = load(matrix.path)
     with pytest.raises(BackendMissing) as caught:
         order()
-    assert [item["engine"] for item in caught.value.details["considered"]] == ["foreign", "other"]
+    assert [item["engine"] for item in caught.value.details["considered"]] == ["scripted", "other"]
     # One engine was asked for: the others are no part of the answer.
     with pytest.raises(BackendMissing) as caught:
         order(engine="other")
@@ -346,7 +267,7 @@ def test_bad_orders(tmp_path: Path) -> None:
 
 
 def test_fixtures_of_another_task_or_width_are_refused(tmp_path: Path) -> None:
-    matrix = foreign_matrix(tmp_path, command())
+    matrix = load(write_matrix(tmp_path))
     bundle = write_bundle(tmp_path / "toy")
     give_fixtures(bundle, "embed", [None], embed_arrays([[1, 2]], [[1.0, 0, 0]]))
     with pytest.raises(BundleInvalid, match="dims"):
@@ -361,7 +282,7 @@ def test_fixtures_of_another_task_or_width_are_refused(tmp_path: Path) -> None:
 
 def test_a_configuration_that_demands_certificates_does_not_stop_certifying(tmp_path: Path) -> None:
     bundle = scripted_bundle(tmp_path / "toy", "embed")
-    matrix = foreign_matrix(tmp_path, command({"dims": DIMS}))
-    order = Order("embed", "toy", bundle)
-    document = asyncio.run(certify(order, matrix, HostConfig(require_certificate=True, data_dir=tmp_path / "none")))
+    matrix = load(write_matrix(tmp_path, {"dims": DIMS}))
+    config = HostConfig(require_certificate=True, data_dir=tmp_path / "none")
+    document = asyncio.run(certify(Order("embed", "toy", bundle), matrix, config))
     assert document.verdict == "certified"

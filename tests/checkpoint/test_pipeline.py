@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,8 @@ TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}
         (EMBEDDER, "modules.json", [{**TRANSFORMER, "path": "0_Transformer"}, POOLING], "0_Transformer"),
         (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "path": "../other"}], "folder beside it"),
         (EMBEDDER, "modules.json", {"0": TRANSFORMER}, "list of objects"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, 7], "list of objects"),
+        (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "type": 7}], "module 1 has no type"),
         (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "type": "mine.Pooling"}], "mine.Pooling"),
         (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "kwargs": ["task"]}], "kwargs"),
         (EMBEDDER, "modules.json", [TRANSFORMER, {**POOLING, "weight": 2}], "'weight'"),
@@ -67,6 +68,7 @@ TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_cls_token": True}, "mean_tokens.*cls_token"),
         (EMBEDDER, "1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "pooling none"),
         (EMBEDDER, "1_Pooling/config.json", {"layer_weights": [1, 2]}, "layer_weights"),
+        (EMBEDDER, "1_Pooling/config.json", {"pooling_mode": "cls"}, "mean_tokens"),
         (toy_models.write_modernbert, "sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         (EMBEDDER, "sentence_bert_config.json", {"truncate_dim": 32}, "truncate_dim"),
         (EMBEDDER, "sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task"),
@@ -206,24 +208,16 @@ def test_a_template_file_of_its_own_comes_first(tmp_path: Path) -> None:
         known(folder)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
-def test_a_template_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
-    folder = toy_models.write_llama(tmp_path / "m")
-    os.mkfifo(folder / "chat_template.jinja")
-    with pytest.raises(CheckpointError, match="not a plain file"):
-        known(folder)
-
-
 def test_dense_layers_are_followed_in_their_order_and_must_fit(tmp_path: Path) -> None:
     folder = toy_models.write_bert(tmp_path / "m")
-    modules = [TRANSFORMER, POOLING, DENSE, {**DENSE, "path": "3_Dense"}]
-    merged(folder / "modules.json", modules)
+    sizes = {"hidden_size": 64, "max_position_embeddings": 64}
+    toy_models.sentence_files(folder, sizes, "mean", False, dense=2)
     toy_models.write_dense(folder / "2_Dense", 64, 16, "GELU")
     toy_models.write_dense(folder / "3_Dense", 16, 24, "Identity")
     found = known(folder)
     assert (found.dims, found.normalize) == (24, False)
     assert [(one.layer.in_features, one.layer.activation) for one in found.dense] == [(64, "GELU"), (16, "Identity")]
-    merged(folder / "modules.json", [*modules, NORMALIZE])
+    toy_models.sentence_files(folder, sizes, "mean", True, dense=2)
     assert known(folder).normalize
     toy_models.write_dense(folder / "3_Dense", 64, 24, "Identity")
     with pytest.raises(CheckpointError, match="3_Dense: takes 64 numbers, 16 are before it"):
@@ -323,9 +317,7 @@ def test_the_length_limit_never_exceeds_the_position_table(tmp_path: Path) -> No
 
 def test_a_special_id_outside_the_vocabulary(tmp_path: Path) -> None:
     folder = toy_models.write_bert(tmp_path / "m")
-    conf = json.loads((folder / "tokenizer.json").read_text())
-    conf["added_tokens"].append({"id": 500, "content": "[FAR]", "special": True})
-    (folder / "tokenizer.json").write_text(json.dumps(conf))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"cls_token": {"content": "[FAR]"}}))
+    toy_models.edit(folder / "tokenizer.json", added_tokens=[{"id": 500, "content": "[FAR]", "special": True}])
+    toy_models.edit(folder / "tokenizer_config.json", cls_token={"content": "[FAR]"})
     with pytest.raises(CheckpointError, match="cls token id 500"):
         known(folder)

@@ -14,21 +14,8 @@ import pytest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint import facts, layout, safetensors
 from engines.checkpoint.package import write_package
-from engines.checkpoint.read import (
-    Checkpoint,
-    CheckpointError,
-    complete_config,
-    guess_task,
-    plain_numbers,
-    read_json_list,
-)
-from tests.support import toy_models
-
-
-def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    conf = json.loads(file.read_text())
-    change(conf)
-    file.write_text(json.dumps(conf))
+from engines.checkpoint.read import Checkpoint, CheckpointError, complete_config, guess_task, plain_numbers
+from tests.support import toy_families, toy_models
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
@@ -85,13 +72,6 @@ def test_the_task_of_a_decoder_is_told_by_the_files_beside_it(
     assert guess_task({"architectures": [architecture]}, "qwen3", tmp_path) == task
 
 
-def test_a_list_of_objects_holds_nothing_else(tmp_path: Path) -> None:
-    for text in ("{}", '[{"a": 1}, 7]'):
-        (tmp_path / "modules.json").write_text(text)
-        with pytest.raises(CheckpointError, match="list of objects"):
-            read_json_list(tmp_path / "modules.json")
-
-
 def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     whole = Checkpoint.open(toy_models.write_qwen3(tmp_path / "whole", seed=5))
     parts = Checkpoint.open(toy_models.write_qwen3(tmp_path / "parts", seed=5, shards=3))
@@ -105,7 +85,7 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
 def test_opening_reads_no_weights(tmp_path: Path) -> None:
     """A header with huge claims over a sparse file opens at once: only sizes are looked at."""
     folder = toy_models.write_bert(tmp_path / "m")
-    edit(folder / "config.json", lambda conf: conf.update(vocab_size=4_000_000))
+    toy_models.edit(folder / "config.json", vocab_size=4_000_000)
     opened = safetensors.SafetensorsFile.open(folder / "model.safetensors")
     header, position = {}, 0
     for name, info in opened.header.tensors.items():
@@ -169,11 +149,21 @@ def test_a_wrong_tensor_is_named_with_its_file(
         assert word in str(caught.value)
 
 
-BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
+BERT, QWEN3, LLAMA = toy_models.write_bert, toy_models.write_qwen3, toy_models.write_llama
+MPNET, GEMMA, NOMIC = toy_families.write_mpnet, toy_families.write_gemma, toy_families.write_nomic
+GTE, QWEN2 = toy_families.write_gte_qwen2, toy_models.TOYS["qwen2"]
+
+
+def roberta(folder: Path) -> Path:
+    return toy_models.write_relative(folder, "roberta")
+
+
+def distilbert(folder: Path) -> Path:
+    return toy_models.write_relative(folder, "distilbert")
 
 
 @pytest.mark.parametrize(
-    ("write", "change", "key"),
+    ("write", "change", "says"),
     [
         (BERT, {"hidden_size": 0}, "hidden_size"),
         (BERT, {"hidden_size": "64"}, "hidden_size"),
@@ -186,7 +176,6 @@ BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
         (BERT, {"layer_norm_eps": float("inf")}, "layer_norm_eps"),
         (BERT, {"hidden_act": "relu"}, "hidden_act"),
         (BERT, {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        (BERT, {"model_type": "t5"}, "model_type"),
         (BERT, {"rope_scaling": {"type": "yarn"}}, "rope_type"),
         (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3, {"num_key_value_heads": 3}, "num_key_value_heads"),
@@ -194,15 +183,66 @@ BERT, QWEN3 = toy_models.write_bert, toy_models.write_qwen3
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
         (QWEN3, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type"),
+        (MPNET, {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
+        (MPNET, {"hidden_act": "relu"}, "hidden_act"),
+        (MPNET, {"max_position_embeddings": 2}, "max_position_embeddings"),
+        (MPNET, {"architectures": ["MPNetForTokenClassification"], "is_decoder": True}, "is_decoder"),
+        (GEMMA, {"use_bidirectional_attention": False}, "use_bidirectional_attention: .*from its GGUF"),
+        (GEMMA, {"use_bidirectional_attention": None}, "use_bidirectional_attention"),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA, {"attention_bias": True}, "attention_bias"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation"),
+        (GEMMA, {"layer_types": ["full_attention"]}, "layer_types"),
+        (GEMMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type"),
+        (GEMMA, {"architectures": ["Gemma3ForSequenceClassification"]}, "gemma3_text reranker"),
+        (NOMIC, {"prenorm": True}, "prenorm"),
+        (NOMIC, {"causal": True}, "causal"),
+        (NOMIC, {"activation_function": "gelu"}, "activation_function"),
+        (NOMIC, {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        (NOMIC, {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
+        (NOMIC, {"num_experts": 8, "moe_every_n_layers": 2}, "moe_every_n_layers"),
+        (NOMIC, {"qkv_proj_bias": True}, "qkv_proj_bias"),
+        (NOMIC, {"hidden_act": "gelu"}, "hidden_act"),
+        (NOMIC, {"rotary_emb_base": 1000}, "rotary_emb_base: 1000 contradicts rope_theta"),
+        (NOMIC, {"n_inner": 64}, "n_inner: 64 contradicts intermediate_size 96"),
+        (NOMIC, {"head_scale": 2.0}, "'head_scale' isn't known"),
+        (NOMIC, {"architectures": ["NomicBertForSequenceClassification"]}, "nomic_bert reranker"),
+        (GTE, {"is_causal": None}, "auto_map: .*say is_causal true or false"),
+        (GTE, {"is_causal": "no"}, "is_causal"),
+        (GTE, {"use_sliding_window": True}, "use_sliding_window"),
+        (distilbert, {"architectures": ["DistilBertForSequenceClassification"]}, "its head isn't BERT's"),
+        (distilbert, {"activation": "relu"}, "hidden_act"),
+        (roberta, {"architectures": ["RobertaForCausalLM"], "is_decoder": True}, "is_decoder"),
+        (roberta, {"max_position_embeddings": 2}, "max_position_embeddings"),
+        (roberta, {"pad_token_id": "one"}, "pad_token_id"),
+        (roberta, {"model_type": "electra"}, "model_type 'electra' is not supported: .* distilbert.*MODEL.gguf"),
+        (LLAMA, {"is_causal": False}, "is_causal: false is for embedders"),
+        (BERT, {"is_causal": True}, "is_causal"),
+        (QWEN2, {"model_type": "mistral", "sliding_window": 256}, "sliding_window: 256"),
+        (QWEN2, {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "auto_map: its own code"),
+        (QWEN2, {"head_dim": 32}, "head_dim: times num_attention_heads"),
+        (QWEN2, {"architectures": ["Qwen2ForSequenceClassification"]}, "a qwen2 reranker isn't served"),
     ],
 )
-def test_a_config_that_is_not_served_is_refused_by_key(
-    tmp_path: Path, write: Callable[..., Path], change: dict[str, Any], key: str
+def test_a_key_that_changes_the_forward_pass_is_refused_by_name(
+    tmp_path: Path, write: Callable[..., Path], change: dict[str, Any], says: str
 ) -> None:
-    folder = write(tmp_path / "m")
-    edit(folder / "config.json", lambda conf: conf.update(change))
-    with pytest.raises(CheckpointError, match=key):
-        Checkpoint.open(folder)
+    folder = toy_models.edit(write(tmp_path / "m") / "config.json", **change)
+    with pytest.raises(CheckpointError, match=says):
+        facts.of_checkpoint(Checkpoint.open(folder))
+
+
+@pytest.mark.parametrize("words", [("published",), ("transformers",)])
+def test_either_spelling_of_nomic_s_config_says_the_same(tmp_path: Path, words: tuple[str, ...]) -> None:
+    both, one = (Checkpoint.open(NOMIC(tmp_path / name, **how)) for name, how in (("a", {}), ("b", {"words": words})))
+    assert one.known == both.known and facts.of_checkpoint(one).max_tokens == 200
+
+
+def test_gemma_s_layers_are_known_by_their_number_where_no_list_names_them(tmp_path: Path) -> None:
+    file = GEMMA(tmp_path / "c") / "config.json"
+    for pattern, kinds in ((2, ["sliding", "full", "sliding"]), (6, ["sliding"] * 3)):
+        folder = toy_models.edit(file, layer_types=None, sliding_window_pattern=pattern)
+        assert Checkpoint.open(folder).config["layer_types"] == [f"{kind}_attention" for kind in kinds]
 
 
 BASE = {
@@ -271,15 +311,14 @@ def test_files_that_are_missing_or_alien(tmp_path: Path) -> None:
     ("shard", "words"),
     [
         *((shard, "must be a file beside it") for shard in ("../x.safetensors", "/etc/passwd", "a/b", "..", "")),
-        ("model-00002-of-00002.safetensors", "the index says it is here"),
+        ("model-1-of-2.safetensors", "the index says it is here"),
     ],
 )
 def test_a_shard_index_stays_beside_itself_and_says_the_truth(tmp_path: Path, shard: str, words: str) -> None:
     folder = toy_models.write_bert(tmp_path / "m", shards=2)
-    edit(
-        folder / "model.safetensors.index.json",
-        lambda conf: conf["weight_map"].update({"embeddings.LayerNorm.bias": shard}),
-    )
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"] | {"embeddings.LayerNorm.bias": shard}
+    toy_models.edit(index, weight_map=weight_map)
     with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(folder)
 
@@ -369,22 +408,3 @@ def test_whatever_stands_in_a_config_is_served_or_refused_by_key(family: Any) ->
             if key not in change or key.endswith(("eps", "theta")):
                 assert not isinstance(value, int | float) or abs(float(value)) < 2**64, (key, change)
     assert served > len(STRANGE)  # what nobody reads may be anything
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "mistral", "sliding_window": 256}, "sliding_window: 256"),
-        ({"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "auto_map: its own code"),
-        ({"head_dim": 32}, "head_dim: times num_attention_heads"),
-        ({"use_sliding_window": True}, "sliding windows"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "a qwen2 reranker isn't served"),
-    ],
-)
-def test_a_decoder_that_computes_something_else_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    folder = toy_models.TOYS["qwen2"](tmp_path / "m")
-    file = folder / "config.json"
-    facts.of_checkpoint(Checkpoint.open(folder))
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(CheckpointError, match=words):
-        facts.of_checkpoint(Checkpoint.open(folder))

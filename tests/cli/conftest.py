@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -58,73 +57,58 @@ class Command:
         write_bundle(self.root / "models" / name, model_id=name, **options)
         return self
 
-    def env(self) -> tuple[dict[str, str], str]:
-        mark = uuid.uuid4().hex
-        tmp = self.root / "tmp"
-        tmp.mkdir(exist_ok=True)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "SYNAPSE_TEST_MARK": mark,
-            "TMPDIR": str(tmp),
-            "XDG_CACHE_HOME": str(self.root / "cache"),
-            "XDG_DATA_HOME": str(self.root / "data"),
-            **self.environment,
-        }
-        environment.pop("SYNAPSE_MATRIX", None)
-        return environment, mark
+    @contextmanager
+    def bent_matrix(self) -> Iterator[dict[str, Any]]:
+        """Yield the matrix as plain data, to be changed; it is written back."""
+        assert self.matrix is not None
+        plain = json.loads(self.matrix.read_text())
+        yield plain
+        self.matrix.write_text(json.dumps(plain))
 
     def arguments(self, *words: str) -> list[str]:
         common = ["--models-dir", str(self.root / "models")]
         if self.matrix is not None:
             common += ["--matrix", str(self.matrix)]
-        return [sys.executable, "-m", "synapse_host", words[0], *common, *words[1:]]
+        return [words[0], *common, *words[1:]]
 
-    def __call__(
-        self, *words: str, stdin: str = "", prefix: Sequence[str] = (), bare: bool = False, **environment: str
-    ) -> Done:
-        """Run a command to its end; *prefix*: the program that runs it; *bare*: without matrix and models folder."""
-        inherited, mark = self.env()
-        done = subprocess.run(
-            [*prefix, *([sys.executable, "-m", "synapse_host", *words] if bare else self.arguments(*words))],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env={**inherited, **environment},
-            timeout=120,
-            check=False,
-            cwd=self.root,
-        )
-        self.check_clean(mark)
-        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-        return Done(done.returncode, done.stdout, done.stderr)
+    def spawn(
+        self, *words: str, prefix: Sequence[str] = (), streams: int = subprocess.PIPE, **environment: str
+    ) -> subprocess.Popen[str]:
+        """Start a command; *prefix*: the program that runs it."""
+        (self.root / "tmp").mkdir(exist_ok=True)
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.root / "tmp")}
+        own |= {"XDG_CACHE_HOME": str(self.root / "cache"), "XDG_DATA_HOME": str(self.root / "data")}
+        inherited = {name: value for name, value in os.environ.items() if name != "SYNAPSE_MATRIX"}
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "synapse_host", *self.arguments(*words)], text=True, cwd=self.root,
+            env={**inherited, **own, **self.environment, **environment}, stdin=streams, stdout=streams, stderr=streams,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __call__(self, *words: str, stdin: str = "", prefix: Sequence[str] = (), **environment: str) -> Done:
+        """Run a command to its end."""
+        done = finished(self.spawn(*words, prefix=prefix, **environment), stdin)
+        self.check_clean()
+        return done
 
     @contextmanager
     def started(self, *words: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
         """Start a command and yield its process; it has ended, and left nothing, when the block is left."""
-        environment, mark = self.env()
-        with subprocess.Popen(
-            [*prefix, *self.arguments(*words)], env=environment, cwd=self.root, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as process:  # fmt: skip
+        with self.spawn(*words, prefix=prefix) as process:
             try:
                 yield process
             finally:
                 process.kill()
-        self.check_clean(mark)
+        self.check_clean()
 
     def on_terminal(self, *words: str, ends: str = "", **environment: str) -> tuple[int, str]:
         """Run a command whose three streams are one terminal of 200 columns; return its exit code and the screen.
 
         One that doesn't end by itself gets SIGTERM when its screen shows *ends*.
         """
-        inherited, _ = self.env()
-        inherited.pop("NO_COLOR", None)
         master, slave = pty.openpty()
-        process = subprocess.Popen(
-            self.arguments(*words), env={**inherited, "TERM": "xterm-256color", "COLUMNS": "200", **environment},
-            stdin=slave, stdout=slave, stderr=slave, cwd=self.root, start_new_session=True,
-        )  # fmt: skip
+        terminal = {"TERM": "xterm-256color", "COLUMNS": "200", "NO_COLOR": "", **environment}
+        process = self.spawn(*words, streams=slave, **terminal)
         os.close(slave)
         seen = bytearray()
 
@@ -156,17 +140,29 @@ class Command:
                 time.sleep(0.01)
             yield process
 
-    def check_clean(self, mark: str) -> None:
-        left = [path.name for path in (self.root / "tmp").iterdir() if path.name.startswith("synapse-")]
-        assert not left, f"runtime directories left: {left}"
-        # A worker's environment is reduced, so its parent's mark is gone; its socket argument names our directory.
-        tmp = str(self.root)
-        orphans = []
-        for process in psutil.process_iter(["pid", "cmdline"]):
+    def workers(self) -> list[int]:
+        """Return the pids of this test's workers; a worker's socket argument names the test's folder."""
+        found = []
+        for process in psutil.process_iter(["pid", "cmdline", "status"]):
             line = process.info["cmdline"] or []
-            if any(tmp in word for word in line) and "--socket" in line and process.status() != psutil.STATUS_ZOMBIE:
-                orphans.append(line)
-        assert not orphans, f"orphans: {orphans}"
+            if "--socket" in line and any(str(self.root) in word for word in line):
+                found += [process.info["pid"]] if process.info["status"] != psutil.STATUS_ZOMBIE else []
+        return found
+
+    def check_clean(self) -> None:
+        left = [path.name for path in (self.root / "tmp").iterdir() if path.name.startswith("synapse-")]
+        assert (left, self.workers()) == ([], []), "runtime directories, workers"
+
+
+def finished(process: subprocess.Popen[str], stdin: str | None = None) -> Done:
+    """Wait until a command has ended."""
+    with process:
+        try:
+            out, err = process.communicate(stdin, timeout=120)
+        finally:
+            process.kill()
+    assert "Traceback" not in err and "Exception ignored" not in err, err
+    return Done(process.returncode, out, err)
 
 
 def entered(words: Sequence[str]) -> Done:
@@ -194,7 +190,7 @@ def here(cli: Command, monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
 
     def run(*words: str, bare: bool = False) -> Done:
-        done = entered(words if bare else cli.arguments(*words)[3:])
+        done = entered(words if bare else cli.arguments(*words))
         assert not [path for path in (cli.root / "tmp").iterdir() if path.name.startswith("synapse-")]
         return done
 

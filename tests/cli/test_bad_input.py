@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +17,9 @@ ONE_LINE: list[tuple[tuple[str, ...], str]] = [
     # words, what the line says; each ends with status 2
     (("embd",), "no verb 'embd' (did you mean 'embed'?)"),
     (("embed",), "nothing to embed"),
+    (("embed", "a", "--file", "bad.jsonl"), "not both"),
+    (("embed", "a", "--chunk", "3"), "need --out"),
+    (("embed", "a", "--ray"), "--ray needs --file"),
     (("embed", "--model", "toyy", "a"), "no model 'toyy' (have: "),
     (("embed", "--model", "toy", ""), "text 0: the text is empty"),
     (("embed", "--model", "toy", "a", "  "), "text 1: the text is empty"),
@@ -40,6 +41,7 @@ ONE_LINE: list[tuple[tuple[str, ...], str]] = [
     (("embed", "--model", "broken", "a"), "model broken: manifest.json is not valid JSON"),
     (("embed", "--model", "alien", "a"), "model alien: manifest.json"),
     (("embed", "--model", "ids-only", "a"), "has no tokenizer"),
+    (("embed", "--model", "toy", "--models-dir", "bad.jsonl", "a"), "bad.jsonl: Not a directory"),
     (("models", "verify", "alien"), "model alien: manifest.json"),
     (("models", "path", "broken"), "model broken: manifest.json is not valid JSON"),
     (("models", "install", "./models/toy"), "./models/toy is a bundle's folder: nothing to install"),
@@ -75,7 +77,11 @@ ONE_LINE: list[tuple[tuple[str, ...], str]] = [
     (("models", "install"), "needs a name"),
     (("models", "remove"), "needs a name"),
     (("models", "drop"), "invalid choice"),
-    (("bench", "--threads", "1e2"), "invalid int value: '1e2'"),
+    (("bench", "--threads", "1e2"), "'1e2' is not a positive whole number"),
+    (("search", "x.npy", "a", "--top", "0"), "'0' is not a positive whole number"),
+    (("rerank", "query", "a", "--file", "odd.jsonl"), "not both"),
+    (("rerank", "query", "a", "--out", "x.jsonl"), "needs a file of queries"),
+    (("rerank", "--model", "judge", "--file", "empty.jsonl"), "holds no query"),
     (("rerank", "--model", "judge", "query"), "at least one document"),
     (("rerank", "--model", "judge", "", "a"), "query is empty"),
     (("rerank", "--model", "judge", "query", "a", ""), "document 1 is empty"),
@@ -88,7 +94,7 @@ ONE_LINE: list[tuple[tuple[str, ...], str]] = [
     (("generate", "--model", "writer", "a", "--max-tokens", "99"), "writer takes 16"),
     (("generate", "--model", "writer", "--chat", "a"), "no chat template"),
     (("matrix", "chek"), "invalid choice: 'chek'"),
-    (("matrix", "explain", "embedd"), "no lane 'embedd'"),
+    (("matrix", "explain", "embedd"), "no lane 'embedd' in matrix.yaml (did you mean 'embed'?)"),
     (("serve", "--port", "99999"), "'99999' is not a port (0 to 65535)"),
 ]
 
@@ -96,13 +102,11 @@ ONE_LINE: list[tuple[tuple[str, ...], str]] = [
 @pytest.fixture
 def full(cli: Command) -> Command:
     models = cli.root / "models"
-    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False).bundle(
-        "ids-only", tokenizer=False
-    )
-    (models / "broken").mkdir()
-    (models / "broken" / "manifest.json").write_text('{"manifest_version": 1, "model_id": "x"')
-    (models / "alien").mkdir()
-    (models / "alien" / "manifest.json").write_text('{"model_type": "bert", "hidden_size": 384}')
+    cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False)
+    cli.bundle("ids-only", tokenizer=False)
+    for name, text in (("broken", '{"manifest_version": 1, "model_id": "x"'), ("alien", '{"hidden_size": 384}')):
+        (models / name).mkdir()
+        (models / name / "manifest.json").write_text(text)
     (cli.root / "bad.jsonl").write_text('"a"\n{"text": \n')
     (cli.root / "odd.jsonl").write_text("[1, 2]\n")
     (cli.root / "empty.jsonl").write_text("\n")
@@ -143,47 +147,35 @@ def test_a_typo_in_the_matrix_and_one_that_is_not_there(full: Command, here: Her
     assert done.code == 2 and "none.yaml: can't be read: No such file or directory" in done.err
 
 
-def test_help_of_a_verb(here: Here) -> None:
-    assert here("help", "embed", bare=True).out == here("embed", "--help", bare=True).out != ""
-    assert here("help", bare=True).out == here("--help", bare=True).out
-    assert "no verb 'embd' (did you mean 'embed'?)" in here("help", "embd", bare=True).err
-
-
 class Panic(BaseException):
     """What a Rust library raises; pyo3's own is no Exception either."""
 
 
 POOL = "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: IOError(Os { code: 11"
-ENDS: list[tuple[Callable[[], None], int, str, str]] = [
+CAUSED = AttributeError("argparse's own, while it puts things back")
+CAUSED.__context__ = KeyboardInterrupt()
+ENDS: list[tuple[BaseException, int, str, str]] = [
     # (how a verb ends, exit code, the document's code, what the line says)
-    (lambda: _raise(ZeroDivisionError("x")), 1, "internal_error", "internal error: ZeroDivisionError: x"),
-    (lambda: _raise(Panic("two\nlines")), 1, "internal_error", "internal error: Panic: two lines"),
-    (lambda: _raise(Panic(POOL)), 2, "invalid_request", "starts no further thread or process for this user: raise"),
-    (lambda: _raise(RuntimeError("can't start new thread")), 2, "invalid_request", "ulimit -u"),
-    (lambda: _raise(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")), 2, "invalid_request", "ulimit"),
-    (lambda: _raise(OSError(errno.ENOSPC, "No space left on device", "f")), 1, "storage_full", "f: No space left"),
-    (lambda: _raise(PermissionError(errno.EACCES, "Permission denied", "f")), 2, "invalid_request", "f: Permission"),
-    (lambda: _raise(KeyboardInterrupt()), 130, "interrupted", "interrupted"),
-    (lambda: _in_the_midst_of(KeyboardInterrupt()), 130, "interrupted", "interrupted"),
+    (ZeroDivisionError("x"), 1, "internal_error", "internal error: ZeroDivisionError: x"),
+    (Panic("two\nlines"), 1, "internal_error", "internal error: Panic: two lines"),
+    (Panic(POOL), 2, "invalid_request", "starts no further thread or process for this user: raise"),
+    (RuntimeError("can't start new thread"), 2, "invalid_request", "ulimit -u"),
+    (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), 2, "invalid_request", "ulimit"),
+    (OSError(errno.ENOSPC, "No space left on device", "f"), 1, "storage_full", "f: No space left"),
+    (PermissionError(errno.EACCES, "Permission denied", "f"), 2, "invalid_request", "f: Permission"),
+    (KeyboardInterrupt(), 130, "interrupted", "interrupted"),
+    (CAUSED, 130, "interrupted", "interrupted"),
 ]
-
-
-def _raise(exc: BaseException) -> None:
-    raise exc
-
-
-def _in_the_midst_of(exc: BaseException) -> None:
-    try:
-        raise exc
-    finally:
-        raise AttributeError("argparse's own, while it puts things back")
 
 
 @pytest.mark.parametrize(("end", "code", "name", "line"), ENDS, ids=[line[:30] for *_, line in ENDS])
 def test_whatever_ends_a_verb_is_one_line_and_a_document(
-    here: Here, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None], code: int, name: str, line: str
+    here: Here, monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int, name: str, line: str
 ) -> None:
-    monkeypatch.setattr(synapse_host.cli.models, "run", lambda args, console: end())
+    def run(*_: object) -> None:
+        raise end
+
+    monkeypatch.setattr(synapse_host.cli.models, "run", run)
     done = here("models")
     assert (done.code, done.out, done.err.count("\n")) == (code, "", 1)
     assert done.err.startswith("synapse: ") and line in done.err
@@ -191,68 +183,39 @@ def test_whatever_ends_a_verb_is_one_line_and_a_document(
     assert (document.code, document.document["error"]["code"]) == (code, name)
 
 
-DEATHS: list[tuple[dict[str, Any], int, list[str]]] = [
-    (
-        {"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": "GGML_ASSERT(x) failed"}, {"abort": True}]}]},
-        1,
-        ["SIGABRT", "         | GGML_ASSERT(x) failed\n"],
-    ),
-    (
-        {"rules": [{"on": "EMBED_BATCH", "do": [{"signal": "SIGILL"}]}]},
-        1,
-        ["llama-cpp-python was built for another CPU, rebuild it", "pip install"],
-    ),
-    (
-        {"rules": [{"on": "EMBED_BATCH", "do": [{"err": {"code": "backend_missing", "msg": "no device"}}]}]},
-        4,
-        ["no device"],
-    ),
-    ({"start": [{"exit": 7}]}, 1, ["status 7"]),
-    ({"hello": [{"hello": {"v": 2}}]}, 3, ["version is 2, expected 3"]),
+REBUILD = ["llama-cpp-python was built for another CPU, rebuild it", "pip install"]
+DEATHS: list[tuple[str, dict[str, Any], int, list[str]]] = [
+    # when the worker does what; the exit code, and what the lines say
+    ("EMBED_BATCH", {"abort": True}, 1, ["SIGABRT", "         | GGML_ASSERT(x) failed\n"]),
+    ("EMBED_BATCH", {"signal": "SIGILL"}, 1, REBUILD),
+    ("EMBED_BATCH", {"err": {"code": "backend_missing", "msg": "no device"}}, 4, ["no device"]),
+    ("start", {"exit": 7}, 1, ["status 7"]),
+    ("hello", {"hello": {"v": 2}}, 3, ["version is 2, expected 3"]),
 ]
 
 
-@pytest.mark.parametrize(("script", "code", "words"), DEATHS, ids=[str(words[0]) for _, _, words in DEATHS])
-def test_a_dead_or_wrong_worker(cli: Command, here: Here, script: dict[str, Any], code: int, words: list[str]) -> None:
-    cli.setup(script)
+@pytest.mark.parametrize(("when", "does", "code", "words"), DEATHS)
+def test_a_dead_or_wrong_worker(
+    cli: Command, here: Here, when: str, does: dict[str, Any], code: int, words: list[str]
+) -> None:
+    said = [{"stderr": "GGML_ASSERT(x) failed"}, does]
+    cli.setup({"rules": [{"on": when, "do": said}]} if when.isupper() else {when: [does]})
     done = here("embed", "--model", "toy", "a")
-    assert done.code == code, done.err
-    assert done.out == "" and done.err.startswith("synapse: ")
-    for word in words:
-        assert word in done.err
+    assert (done.code, done.out, done.err[:9]) == (code, "", "synapse: "), done.err
+    assert all(word in done.err for word in words), done.err
     assert here("embed", "--model", "toy", "--empty", "zero", "").code == 0, "it needs no worker"
     error = here("embed", "--model", "toy", "a", "--json").document["error"]
     assert error["message"] and error["class"] in ("transient", "permanent")
-    cli.check_clean("")
+    cli.check_clean()
 
 
-def test_a_worker_command_that_does_not_exist(cli: Command, here: Here) -> None:
-    assert cli.matrix is not None
-    document = json.loads(cli.matrix.read_text())
-    document["engines"]["scripted"]["worker"]["command"] = ["no-such-worker"]
-    cli.matrix.write_text(json.dumps(document))
+def test_no_program_and_no_engine(cli: Command, here: Here) -> None:
+    with cli.bent_matrix() as matrix:
+        matrix["engines"]["scripted"]["worker"]["command"] = ["no-such-worker"]
     done = here("embed", "--model", "toy", "a")
     assert done.code == 4 and "no-such-worker" in done.err and done.err.startswith("synapse: ")
-
-
-def test_a_deadline(cli: Command, here: Here) -> None:
-    cli.setup({"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 30}]}]})
-    done = here("embed", "--model", "toy", "--deadline", "1.5", "a")
-    assert done.code == 5 and "deadline" in done.err
-
-
-def test_no_engine_fits(cli: Command, here: Here) -> None:
-    assert cli.matrix is not None
-    document = json.loads(cli.matrix.read_text())
-    document["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
-    cli.matrix.write_text(json.dumps(document))
+    with cli.bent_matrix() as matrix:
+        matrix["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
     done = here("embed", "--model", "toy", "a")
-    assert done.code == 4
+    assert done.code == here("matrix", "explain", "embed", "--model", "toy").code == 4
     assert "scripted: hardware any: cpu lacks warp_drive" in done.err and "synapse matrix explain embed" in done.err
-    assert here("matrix", "explain", "embed", "--model", "toy").code == 4
-
-
-def test_a_models_folder_that_is_a_file(cli: Command, here: Here) -> None:
-    (cli.root / "models2").write_text("")
-    done = here("embed", "--model", "toy", "--models-dir", str(cli.root / "models2"), "a")
-    assert done.code == 2 and done.err.count("\n") == 1

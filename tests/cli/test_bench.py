@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import synapse_host
 from synapse_host.cli import bench, main
+from tests.cli.conftest import Command, finished
+from tests.support.lanes import alive
 
 
 def test_outside_a_checkout_it_says_so(
@@ -42,7 +39,7 @@ def test_its_flags_reach_the_suite_and_its_failure_comes_back(tmp_path: Path, mo
     assert main(["bench", "--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json"]) == 0
     command, cwd = calls[0]
     assert command[:3] == [sys.executable, "-m", "bench"]
-    flags = ["--quick", "--only", "wire", "--out", str(out), "--threads", "1", "--json", "--quiet", "--guarded"]
+    flags = ["--out", str(out), "--only", "wire", "--threads", "1", "--quick", "--json", "--quiet", "--guarded"]
     assert command[3:] == flags
     assert cwd == bench.checkout() and (cwd / "pyproject.toml").is_file()
     assert main(["bench"]) == 1
@@ -66,61 +63,21 @@ def test_a_suite_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tm
     assert not psutil.pid_exists(int(place.read_text()))
 
 
-needs_signals = pytest.mark.skipif(sys.platform != "linux", reason="finds the suite's processes and their signals")
-
-
-@contextmanager
-def started(tmp: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """Start ``synapse bench`` with its temporary files in *tmp*; give it and its descendants once workers run."""
-    command = [sys.executable, "-m", "synapse_host", "bench", "--quick", "--only", "wire", "--json"]
-    with subprocess.Popen(
-        command, cwd=bench.checkout(), env={**os.environ, "TMPDIR": str(tmp)}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True, **options,
-    ) as program:  # fmt: skip
-        try:
-            end = time.monotonic() + 60
-            while len(below := psutil.Process(program.pid).children(recursive=True)) < 2:
-                assert program.poll() is None and time.monotonic() < end
-                time.sleep(0.05)
-            yield program, below
-        finally:
-            program.kill()
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    """Wait until they have ended; one that nobody collects is dead all the same."""
-    end = time.monotonic() + 30
-    while any(alive(process) for process in processes):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.process
-@needs_signals
-def test_a_signal_to_the_command_alone_ends_it_with_all_it_started(tmp_path: Path) -> None:
-    with started(tmp_path) as (program, below):
-        program.send_signal(signal.SIGTERM)
-        out, err = program.communicate(timeout=60)
-        assert not any(alive(process) for process in below[:1])
-        assert (program.returncode, err.decode()) == (130, "")
-        assert json.loads(out)["error"]["code"] == "interrupted"
-    assert gone(below)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.process
-@needs_signals
-def test_a_killed_command_takes_its_suite_along(tmp_path: Path) -> None:
-    with started(tmp_path) as (program, below):
-        program.kill()
-        assert gone(below)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the suite's processes and their signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_command_alone_ends_it_with_all_it_started(cli: Command, number: signal.Signals) -> None:
+    with cli.spawn("bench", "--quick", "--only", "wire", "--json") as program:
+        end = time.monotonic() + 60
+        while len(below := psutil.Process(program.pid).children(recursive=True)) < 2:
+            assert program.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        program.send_signal(number)
+        if number == signal.SIGTERM:
+            done = finished(program)
+            assert (done.code, done.err, done.document["error"]["code"]) == (130, "", "interrupted")
+            assert not alive(below[0].pid)
+        while any(alive(one.pid) for one in below):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert not list((cli.root / "tmp").iterdir())

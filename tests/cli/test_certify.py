@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def certifiable(cli: Command) -> Command:
     return cli
 
 
-def out(cli: Command) -> str:
-    return str(cli.root / "evidence")
+CERTIFY = ("certify", "embed", "--model", "toy")
+DIES = {"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]}
 
 
 def stored(cli: Command) -> list[Path]:
@@ -40,22 +41,18 @@ def scripted(cli: Command, script: dict[str, Any] | None = None) -> Command:
     """Put a worker behind the lane whose script is a file: another script is another build, the same configuration."""
     file = cli.root / "script.json"
     file.write_text(json.dumps(script or {}))
-    matrix = cli.setup().matrix
-    assert matrix is not None
-    plain = json.loads(matrix.read_text())
-    plain["engines"]["scripted"]["worker"]["command"][-1] = str(file)
-    matrix.write_text(json.dumps(plain))
+    with cli.setup().bent_matrix() as matrix:
+        matrix["engines"]["scripted"]["worker"]["command"][-1] = str(file)
     return cli
 
 
-def test_certify_writes_evidence_report_and_certificate(certifiable: Command) -> None:
-    done = certifiable("certify", "embed", "--model", "toy", "--out", out(certifiable), "--json")
+def test_certify_writes_evidence_report_and_certificate(certifiable: Command, here: Here) -> None:
+    done = certifiable(*CERTIFY, "--json")
     assert done.code == 0, done.err + done.out
     document = done.document
     assert document["verdict"] == "certified"
     assert all({"name", "value", "threshold", "passed"} <= set(gate) for gate in document["gates"])
     evidence = Path(document["evidence"])
-    assert evidence.exists()
     assert Path(document["report"]).read_text().startswith("<!doctype html>")
     # One document, one truth: the certificate is the evidence.
     (certificate,) = stored(certifiable)
@@ -63,21 +60,20 @@ def test_certify_writes_evidence_report_and_certificate(certifiable: Command) ->
     # Nothing in the document names this machine's folders.
     assert str(certifiable.root) not in evidence.read_text()
 
-    again = certifiable("certify", "--recheck", str(evidence), "--json")
+    again = here("certify", "--recheck", str(evidence), "--json")
     assert (again.code, again.document["verdict"], again.document["problems"]) == (0, "certified", [])
     plain = json.loads(evidence.read_text())
     plain["gates"][0]["value"] = 9999
     evidence.write_text(json.dumps(plain))
-    edited = certifiable("certify", "--recheck", str(evidence), "--json")
-    assert (edited.code, edited.document["verdict"]) == (1, "refused")
-    assert edited.document["problems"]
-    assert "REFUSED" in certifiable("certify", "--recheck", str(evidence)).out
+    edited = here("certify", "--recheck", str(evidence), "--json")
+    assert (edited.code, edited.document["verdict"]) == (1, "refused") and edited.document["problems"]
+    assert "REFUSED" in here("certify", "--recheck", str(evidence)).out
 
 
 def test_an_uncertified_lane_exits_1_and_loses_its_certificate(certifiable: Command, here: Here) -> None:
     """And what a person reads of one that is certified."""
     scripted(certifiable)
-    done = here("certify", "embed", "--model", "toy", "--out", out(certifiable))
+    done = here(*CERTIFY)
     rows = done.out.splitlines()
     assert rows[0].startswith("certifying embed · scripted · toy ") and rows[0].endswith(" 256/256 probes"), rows[0]
     assert "256 probes, the reference of the bundle's author · scripted on cpu" in rows[1]
@@ -86,8 +82,8 @@ def test_an_uncertified_lane_exits_1_and_loses_its_certificate(certifiable: Comm
     assert "placement   not required on this engine" in done.out
     assert rows[-3].startswith("PASS  ") and rows[-1].strip() == f"certificate: {stored(certifiable)[0]}"
     assert (done.code, done.err) == (0, "")
-    scripted(certifiable, {"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]})
-    done = here("certify", "embed", "--model", "toy", "--out", out(certifiable), "--json")
+    scripted(certifiable, DIES)
+    done = here(*CERTIFY, "--json")
     assert (done.code, done.document["verdict"], done.document["certificate"]) == (1, "uncertified", None)
     assert "engine_crashed" in done.document["reasons"]
     assert stored(certifiable) == []
@@ -95,13 +91,13 @@ def test_an_uncertified_lane_exits_1_and_loses_its_certificate(certifiable: Comm
 
 def test_a_question_writes_a_report_and_changes_no_certificate(certifiable: Command, here: Here) -> None:
     """--min-placement-share asks what would be, whether it passes or fails; production keeps what it has."""
-    asking = ("certify", "embed", "--model", "toy", "--out", out(certifiable), "--min-placement-share", "0.5")
+    asking = (*CERTIFY, "--min-placement-share", "0.5")
     scripted(certifiable)
     done = here(*asking)
     assert done.code == 0 and stored(certifiable) == [] and "this run asked another question" in done.out
-    assert here("certify", "embed", "--model", "toy", "--out", out(certifiable)).code == 0
+    assert here(*CERTIFY).code == 0
     before = [file.read_bytes() for file in stored(certifiable)]
-    scripted(certifiable, {"rules": [{"on": "EMBED_BATCH", "from": 40, "do": [{"abort": True}]}]})
+    scripted(certifiable, DIES)
     done = here(*asking, "--json")
     assert (done.code, done.document["verdict"], done.document["certificate"]) == (1, "uncertified", None)
     assert [file.read_bytes() for file in stored(certifiable)] == before != []
@@ -109,32 +105,29 @@ def test_a_question_writes_a_report_and_changes_no_certificate(certifiable: Comm
 
 def test_a_certificate_that_no_host_takes_is_no_success(certifiable: Command, here: Here) -> None:
     """The worker passes every gate and doesn't say which version it is: nobody could notice another one."""
-    matrix = certifiable.setup().matrix
-    assert matrix is not None
-    plain = json.loads(matrix.read_text())
-    words = plain["engines"]["scripted"]["worker"]["command"]
-    silent = certifiable.root / "silent.py"
-    silent.write_text(
-        "import os, sys\nif '--version' in sys.argv:\n    sys.exit(1)\n"
-        f"os.execv({words[0]!r}, {words!r} + sys.argv[1:])\n"
-    )
-    plain["engines"]["scripted"]["worker"]["command"] = [words[0], str(silent)]
-    matrix.write_text(json.dumps(plain))
-    done = here("certify", "embed", "--model", "toy", "--out", out(certifiable))
+    with certifiable.bent_matrix() as matrix:
+        engine = matrix["engines"]["scripted"]
+        python, program, script = engine["worker"]["command"]
+        silent = certifiable.root / "silent.sh"
+        silent.write_text(
+            f'case "$1" in --version) exit 1;; esac\nexec {python} {program} {shlex.quote(script)} "$@"\n'
+        )
+        engine["worker"]["command"] = ["/bin/sh", str(silent)]
+    done = here(*CERTIFY)
     assert done.code == 1 and "FAIL  " in done.out
     assert "certificate: not valid: its worker doesn't say which engine and version it is" in " ".join(done.out.split())
 
 
 def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command, here: Here) -> None:
     scripted(certifiable).bundle("bare")
-    done = here("certify", "--all", "--out", out(certifiable), "--json")
+    done = here("certify", "--all", "--json")
     rows = {row["model"]: row for row in done.document["runs"]}
     assert (done.code, done.document["verdict"], set(rows)) == (1, "uncertified", {"toy", "bare"})
     assert rows["bare"]["reasons"][:2] == ["reference_fixture_missing", "reference_fixture"]
     assert rows["toy"]["verdict"] == "certified"
     file = Path(rows["toy"]["evidence"])
     assert file.name == "embed-toy.json" and file.parent.name.startswith("scripted-")
-    assert file.parent.parent == Path(out(certifiable)) and file.stat().st_size < 200_000
+    assert file.parent.parent == Path("evidence") and file.stat().st_size < 200_000
 
     (row,) = here("certificates", "--json").document["certificates"]
     assert [row[key] for key in ("lane", "model", "engine", "valid", "why")] == ["embed", "toy", "scripted", True, None]
@@ -148,26 +141,20 @@ def test_everything_that_runs_here_and_the_list_of_it(certifiable: Command, here
     assert "the engine version changed scripted-1 → scripted-2" in done.out
     assert "fix: synapse certify embed --model toy --engine scripted" in done.out
     # By another matrix it is of no use, and not to be removed: the one above still serves by it.
-    plain = json.loads(certifiable.matrix.read_text())  # type: ignore[union-attr]
-    plain["engines"]["scripted"]["runtime_config"] = {"threads": "2"}
-    certifiable.matrix.write_text(json.dumps(plain))  # type: ignore[union-attr]
+    with certifiable.bent_matrix() as matrix:
+        matrix["engines"]["scripted"]["runtime_config"] = {"threads": "2"}
     (row,) = here("certificates", "--json").document["certificates"]
     assert not row["valid"] and "configures its engine otherwise" in row["why"] and row["fix"] is None
 
 
-def test_without_a_model_there_is_nothing_to_certify(cli: Command, here: Here) -> None:
+def test_without_a_model_or_an_engine_there_is_nothing_to_certify(cli: Command, here: Here) -> None:
     done = here("certify", "--all", "--models-dir", str(cli.root / "none"))
     assert done.code == 2 and "synapse models install" in done.err
     assert here("certificates").out.startswith("No lane is certified on this machine.")
-
-
-def test_a_demanded_certificate_opens_the_lane(certifiable: Command, here: Here) -> None:
-    lanes = {"embed": {"task": "embed", "engines": ["scripted"], "require_certificate": True}}
-    certifiable.setup(lanes=lanes)
-    refused = here("embed", "a", "--model", "toy", "--json")
-    assert (refused.code, refused.document["error"]["code"]) == (3, "not_certified")
-    assert here("certify", "embed", "--model", "toy", "--out", out(certifiable)).code == 0
-    assert here("embed", "a", "--model", "toy").code == 0
+    with cli.bent_matrix() as matrix:
+        matrix["hardware"]["any"] = {"cpu_features": ["warp_drive"]}
+    done = here("certify", "--all", "--json")
+    assert (done.code, done.document) == (1, {"verdict": "uncertified", "runs": []})
 
 
 @pytest.mark.parametrize(

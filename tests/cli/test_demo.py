@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from synapse_host.cli import main
 
 pytestmark = [pytest.mark.process, pytest.mark.llama]
 
 
-def demo(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "NO_COLOR": "1"}
-    environment.pop("SYNAPSE_MATRIX", None)
-    return subprocess.run(
-        [sys.executable, "-m", "synapse_host", "demo", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-
-
-def test_the_demo_does_the_main_job_and_survives_a_killed_worker() -> None:
-    done = demo("--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+def test_the_demo_does_the_main_job_and_survives_a_killed_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     models = {row["lane"]: row["model"] for row in document["lanes"]}
     assert (models["embed"], models["rerank"], models["generate"]) == ("minilm", "ms-marco", "smollm2")
     similarity = document["embed"]["similarity"]

@@ -1,98 +1,79 @@
-"""Where a running host is looked for when nobody says so."""
+"""Where a running host is looked for, and one that isn't the user's or doesn't answer."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 import pytest
 
-from synapse_host.cli import remote
-from synapse_host.errors import DeadlineExceeded, InvalidRequest
+from synapse_host.cli import main, remote
+from synapse_host.cli.remote import default_directory
+from synapse_host.errors import InvalidRequest
 from synapse_host.worker.handshake import Peer
 from synapse_host.worker.listener import RuntimeDirectory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Unix sockets")
 
-FALLBACK = Path(f"/tmp/synapse-{os.getuid()}") if os.name == "posix" else Path()
 
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    folder = tmp_path / "xdg"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest's own folders are longer than a user's runtime directory.
-    monkeypatch.setattr(remote, "SUN_PATH", 4096)
-
-
-def test_the_user_s_runtime_directory(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
-    assert remote.default_directory() == own
-    assert remote.runtime_dir(argparse.Namespace(runtime_dir=None)) == own
+@pytest.mark.parametrize(("name", "mode", "taken"), [("", 0o700, True), ("later", 0o700, True), ("", 0o755, False)])
+def test_the_user_s_runtime_directory_is_taken_where_it_is_private(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, mode: int, taken: bool
+) -> None:
+    monkeypatch.setattr(remote, "SUN_PATH", 4096)  # pytest's own folders are longer than a user's
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / name))
+    assert default_directory() == (tmp_path / name if taken else Path(f"/tmp/synapse-{os.getuid()}"))
+    assert remote.runtime_dir(argparse.Namespace(runtime_dir=None)) == default_directory()
     assert remote.runtime_dir(argparse.Namespace(runtime_dir=Path("rt"))) == Path("rt")
-
-
-def test_one_that_does_not_exist_yet_will_be_made(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own / "later"))
-    assert remote.default_directory() == own / "later"
-    (own / "later").mkdir(mode=0o700)
-    assert remote.default_directory() == own / "later"
-
-
-def test_one_that_is_open_to_others_is_not_used(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
-    own.chmod(0o755)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
-    assert remote.default_directory() == FALLBACK
-
-
-def test_a_long_one_is_not_used(monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
-    monkeypatch.setattr(remote, "SUN_PATH", 108)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own / ("x" * 80)))
-    assert remote.default_directory() == FALLBACK
-
-
-def test_one_below_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """TMPDIR differs from shell to shell: host and operator would look in two places."""
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    # A long one leaves no room for sockets; one below TMPDIR differs from shell to shell.
+    monkeypatch.setattr(remote, "SUN_PATH", len(str(tmp_path)) + remote.LONGEST)
+    assert default_directory() == Path(f"/tmp/synapse-{os.getuid()}")
     monkeypatch.setattr(platformdirs, "user_runtime_path", lambda: tmp_path / f"runtime-{os.getuid()}")
-    assert remote.default_directory() == FALLBACK
+    assert default_directory() == Path(f"/tmp/synapse-{os.getuid()}")
 
 
 def test_no_warning_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert remote.default_directory().is_absolute()  # warnings are errors in tests
+    assert default_directory().is_absolute()  # warnings are errors in tests
 
 
-@pytest.mark.parametrize("route", ["lanes", "logs", "ping"])
-def test_a_host_that_is_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
-    monkeypatch.setattr(remote, "ANSWER_S", 0.2)
-    fields = {"ping": {"timeout": 0.1}, "logs": {"wait": 0.1}}.get(route, {})
+@pytest.fixture
+def silent() -> Iterator[Path]:
+    """The runtime directory of a host that takes connections and never answers."""
     runtime = RuntimeDirectory.open(None)
     listener = runtime.listen_control()
-    try:
-        with remote.connect(runtime.path) as there, pytest.raises(DeadlineExceeded, match="doesn't answer") as caught:
-            there.post(f"/synapse/{route}", **fields)
-    finally:
-        listener.close()
-        runtime.close()
-    assert caught.value.exit_code == 5
-
-
-def test_another_user_s_host_is_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "peer_of", lambda connection: Peer(os.getuid() + 1, 1))
-    runtime = RuntimeDirectory.open(None)
-    listener = runtime.listen_control()
-    with pytest.raises(InvalidRequest, match="another user"), remote.connect(runtime.path):
-        pass
+    yield runtime.path
     listener.close()
     runtime.close()
+
+
+VERBS = ("ps", "ps --metrics", "ping", "logs", "logs -f", "load toy", "unload toy", "probe embed")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_host_that_does_not_answer_is_not_waited_for(
+    silent: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    # The host is told the deadline of some and has a while longer to say so.
+    told = verb.split()[0] in ("load", "ping", "probe")
+    monkeypatch.setattr(remote, "ANSWER_S", 0.2 if told else 600.0)
+    assert main([*verb.split(), "--runtime-dir", str(silent), "--deadline", "0.2"]) == 5
+    assert "deadline passed before the host" in capsys.readouterr().err
+    if verb in ("ps", "ping"):
+        monkeypatch.setattr(remote, "ANSWER_S", 0.2)
+        monkeypatch.setattr("synapse_host.cli.operate.PING_S", 0.1)
+        assert main([verb, "--runtime-dir", str(silent)]) == 5
+        assert "doesn't answer: it is stopped or hangs" in capsys.readouterr().err
+
+
+def test_another_user_s_host_is_not_talked_to(monkeypatch: pytest.MonkeyPatch, silent: Path) -> None:
+    monkeypatch.setattr(remote, "peer_of", lambda connection: Peer(os.getuid() + 1, 1))
+    with pytest.raises(InvalidRequest, match="another user"), remote.connect(silent):
+        pass
 
 
 def test_a_model_may_take_its_time_to_load() -> None:

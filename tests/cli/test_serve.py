@@ -10,14 +10,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, SynapseError, revive
-from tests.cli.conftest import Command, Done, Here, entered
+from synapse_host.errors import EngineCrashed, QueueFull, revive
+from tests.cli.conftest import Command, Done, Here, entered, finished
 
 pytestmark = pytest.mark.process
 
@@ -32,39 +33,29 @@ def until(true: Callable[[], Any]) -> Any:
     return found
 
 
+@dataclass
 class Running:
     """One `synapse serve --json` that is up."""
 
-    def __init__(self, cli: Command, directory: Path, process: subprocess.Popen[str]) -> None:
-        self.cli, self.directory, self.process = cli, directory, process
-        self.state: dict[str, Any] = {}
+    cli: Command
+    directory: Path
+    process: subprocess.Popen[str]
+    state: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, verb: str, *words: str) -> Done:
         """Run a verb against this host by the command's own entry: a process of its own takes a second."""
-        return entered(self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words)[3:])
-
-    def command(self, verb: str, *words: str) -> Done:
-        """Run a verb as a process; the fixture's orphan check would take the host's workers for orphans."""
-        environment, _ = self.cli.env()
-        done = subprocess.run(
-            self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words),
-            env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr, done.stderr
-        return Done(done.returncode, done.stdout, done.stderr)
+        return entered(self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words))
 
     def start(self, verb: str, *words: str) -> subprocess.Popen[str]:
-        environment, _ = self.cli.env()
-        return subprocess.Popen(
-            self.cli.arguments(verb, "--runtime-dir", str(self.directory), *words),
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        return self.cli.spawn(verb, "--runtime-dir", str(self.directory), *words)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+    def command(self, verb: str, *words: str) -> Done:
+        """Run a verb as a process."""
+        return finished(self.start(verb, *words))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> Done:
         self.process.send_signal(number)
-        _, err = self.process.communicate(timeout=LIMIT_S)
-        assert "Traceback" not in err, err
-        return self.process.returncode, err
+        return finished(self.process)
 
     def socket(self) -> Path:
         return self.directory / "synapse" / "control.sock"
@@ -72,41 +63,22 @@ class Running:
 
 @contextmanager
 def running(cli: Command, directory: Path, *words: str, wait: bool = True) -> Iterator[Running]:
-    environment, mark = cli.env()
-    process = subprocess.Popen(
-        cli.arguments("serve", "--port", "0", "--runtime-dir", str(directory), "--json", *words),
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    process = cli.spawn("serve", "--port", "0", "--runtime-dir", str(directory), "--json", *words)
     assert process.stdout is not None and process.stderr is not None
     host = Running(cli, directory, process)
-    try:
-        if wait:
-            line = process.stdout.readline()
-            if not line:
-                pytest.fail(f"it did not come up: {process.stderr.read()}")
-            host.state = json.loads(line)
-        yield host
-        if process.poll() is None:
-            code, err = host.stop()
-            assert code == 0, err
-    finally:
-        if process.poll() is None:
+    with process:
+        try:
+            if wait:
+                host.state = json.loads(process.stdout.readline() or pytest.fail(process.stderr.read()))
+            yield host
+            if process.poll() is None:
+                done = host.stop()
+                assert done.code == 0, done.err
+        finally:
             process.kill()
-        process.wait(LIMIT_S)
-        for pipe in (process.stdout, process.stderr):
-            pipe.close()
-    until(lambda: not workers_of(cli))
-    cli.check_clean(mark)
+    until(lambda: not cli.workers())
+    cli.check_clean()
     assert not host.socket().exists()
-
-
-def workers_of(cli: Command) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = process.info["cmdline"] or []
-        if "--socket" in line and any(str(cli.root) in word for word in line):
-            found.append(process.info["pid"])
-    return found
 
 
 # --- one life --------------------------------------------------------------------------------------------------------
@@ -134,25 +106,22 @@ def test_run_ps_ping_logs_load_unload(cli: Command, runtime_dir: Path) -> None:
         assert host.command("logs").out == "embed [stderr] hello from the worker\n"
         assert host("logs", "toy", "--json").document["logs"] == {"embed": ["embed [stderr] hello from the worker"]}
 
-        unloaded = host.command("unload", "toy")
-        assert unloaded.code == 0 and unloaded.out == "toy is unloaded from lane embed\n"
+        assert host.command("unload", "toy").out == "toy is unloaded from lane embed\n"
         assert host("ps", "--json").document["lanes"]["embed"]["models"] == []
         loaded = host.command("load", "toy")
         assert loaded.code == 0 and f"pid {worker['pid']}" in loaded.out
-        code, err = host.stop()
-        assert (code, err) == (0, "")
+        assert host.stop() == Done(0, "", "")
 
 
 def test_nothing_is_loaded_unless_asked_and_an_idle_worker_ends(cli: Command, runtime_dir: Path) -> None:
     with running(cli, runtime_dir, "--idle", "0.2") as host:
-        assert host.state["workers"] == [] and workers_of(cli) == []
-        quiet = host("ping")
+        assert host.state["workers"] == cli.workers() == []
+        quiet, named = host("ping"), host("ping", "embed")
         assert quiet.code == 0 and "no worker" in quiet.out
-        named = host("ping", "embed")
         assert named.code == 1 and "synapse load toy" in named.out
         assert "not loaded" in host("ps").out
         assert host("load", "toy").code == 0
-        until(lambda: not workers_of(cli))
+        until(lambda: not cli.workers())
 
 
 def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_dir: Path) -> None:
@@ -161,9 +130,12 @@ def test_a_broken_bundle_is_left_out_unless_it_is_named(cli: Command, runtime_di
     (broken / "manifest.json").write_text("{}")
     (cli.root / "models" / "toy").rename(cli.root / "elsewhere")
     with running(cli, runtime_dir, "--load", str(cli.root / "elsewhere")) as host:
-        assert list(host.state["lanes"]) == ["embed"] and host.state["lanes"]["embed"]["model"] == "elsewhere"
-    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "broken")
-    assert done.code == 2 and "broken" in done.err
+        assert [lane["model"] for lane in host.state["lanes"].values()] == ["elsewhere"]
+    cli.setup({"rules": [{"on": "LOAD", "do": [{"err": {"code": "oom", "msg": "no room"}}]}]})
+    for model, code, said in (("broken", 2, "broken"), (str(cli.root / "elsewhere"), 1, "no room")):
+        done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", model)
+        assert (done.code, done.out) == (code, "") and said in done.err
+        assert not (runtime_dir / "synapse" / "control.sock").exists()
 
 
 def test_a_failure_there_is_the_same_failure_here(cli: Command, runtime_dir: Path) -> None:
@@ -185,40 +157,26 @@ def test_a_shut_legacy_lane_is_opened_by_a_probe_alone(cli: Command, runtime_dir
     dying = {"rules": [{"on": "LOAD", "do": [{"abort": True}]}]}
     cli.setup({"state": str(cli.root / "spawns"), "generations": [dying, dying, dying, {}]}, kind="legacy")
     with running(cli, runtime_dir) as host:
-        assert [host("load", "toy").code for _ in range(2)] == [1, 3]
-        assert host("unload", "toy").code == 0
+        assert [host(verb, "toy").code for verb in ("load", "load", "unload")] == [1, 3, 0]
         shut = host("load", "toy")
         assert shut.code == 3 and "Clear it: synapse probe embed" in shut.err
         failed = host("probe", "embed")
         assert failed.code == 3 and "SIGABRT" in failed.err, "it stays shut"
         opened = host.command("probe", "toy")
         assert opened.code == 0 and opened.out.startswith("embed is proven and open: pid ")
-        assert set(host("probe", "embed", "--json").document) == {"host", "lanes", "workers"}
         assert host("load", "toy").code == 0
-
-
-def test_a_load_at_start_that_fails_ends_the_command(cli: Command, runtime_dir: Path) -> None:
-    cli.setup({"rules": [{"on": "LOAD", "do": [{"err": {"code": "oom", "msg": "no room"}}]}]})
-    done = cli("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy")
-    assert done.code == 1 and "no room" in done.err and done.out == ""
-    assert not (runtime_dir / "synapse" / "control.sock").exists()
 
 
 # --- who else is there -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("ps",), ("ping",), ("logs",), ("load", "toy"), ("unload", "toy"), ("probe", "embed")],
-    ids=lambda words: words[0],
-)
-def test_no_host(here: Here, runtime_dir: Path, words: tuple[str, ...]) -> None:
-    done = here(*words, "--runtime-dir", str(runtime_dir))
-    assert done.code == 2 and done.out == ""
+@pytest.mark.parametrize("words", ["ps", "ping", "logs", "load toy", "unload toy", "probe embed"])
+def test_no_host(here: Here, runtime_dir: Path, words: str) -> None:
+    done = here(*words.split(), "--runtime-dir", str(runtime_dir))
+    assert (done.code, done.out) == (2, "")
     assert done.err == f"synapse: no host runs on {runtime_dir}: start it with synapse serve\n"
-    error = here(*words, "--runtime-dir", str(runtime_dir / "none"), "--json").document["error"]
-    assert error["details"]["reason"] == "no_host"
-    assert not (runtime_dir / "none").exists()
+    error = here(*words.split(), "--runtime-dir", str(runtime_dir / "none"), "--json").document["error"]
+    assert error["details"]["reason"] == "no_host" and not (runtime_dir / "none").exists()
 
 
 def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Path) -> None:
@@ -236,76 +194,64 @@ def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Pa
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def draining(cli: Command, host: Running) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+@pytest.fixture
+def held(cli: Command) -> Command:
+    """A command whose workers hold LOAD until there is a file ``go``; ``started`` says that one does."""
+    do = [{"touch": str(cli.root / "started")}, {"wait_for": str(cli.root / "go")}]
+    return cli.setup({"rules": [{"on": "LOAD", "do": do}]})
+
+
+def draining(host: Running) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """Start a load that runs and another that waits behind it."""
-    started = cli.root / "started"
     loading = host.start("load", "toy", "--json")
-    until(started.exists)
+    until((host.cli.root / "started").exists)
     queued = host.start("load", "toy", "--json")
     until(lambda: host("ps", "--json").document["lanes"]["embed"]["waiting"] == 1)
     return loading, queued
 
 
-def script(cli: Command) -> dict[str, Any]:
-    do = [{"touch": str(cli.root / "started")}, {"wait_for": str(cli.root / "go")}]
-    return {"rules": [{"on": "LOAD", "do": do}]}
-
-
-def test_sigterm_drains_the_running_is_answered_and_the_queued_typed(cli: Command, runtime_dir: Path) -> None:
-    cli.setup(script(cli))
-    with running(cli, runtime_dir) as host:
-        loading, queued = draining(cli, host)
+def test_sigterm_drains_the_running_is_answered_and_the_queued_typed(held: Command, runtime_dir: Path) -> None:
+    with running(held, runtime_dir) as host:
+        loading, queued = draining(host)
         host.process.send_signal(signal.SIGTERM)
-        out, _ = queued.communicate(timeout=LIMIT_S)
-        error = json.loads(out)["error"]
-        assert (queued.returncode, error["code"], error["class"]) == (1, "queue_full", "transient")
+        refused = finished(queued)
+        error = refused.document["error"]
+        assert (refused.code, error["code"], error["class"]) == (1, "queue_full", "transient")
         assert error["safe_to_retry_same_request"] is True
         state = host("ps", "--json").document
         assert state["host"]["stopping"] is True and state["lanes"]["embed"]["worker_pid"]
         late = host("load", "toy", "--json").document["error"]
         assert late["code"] == "queue_full" and host.process.poll() is None
-        (cli.root / "go").touch()
-        out, err = loading.communicate(timeout=LIMIT_S)
-        assert (loading.returncode, err) == (0, ""), out
-        assert json.loads(out)["lanes"]["embed"]["model"] == "toy"
-        _, err = host.process.communicate(timeout=LIMIT_S)
-        assert host.process.returncode == 0
+        (held.root / "go").touch()
+        answered = finished(loading)
+        assert (answered.code, answered.err, finished(host.process).code) == (0, "", 0)
+        assert answered.document["lanes"]["embed"]["model"] == "toy"
 
 
-def test_a_second_signal_ends_now(cli: Command, runtime_dir: Path) -> None:
-    cli.setup(script(cli))
-    with running(cli, runtime_dir, "--drain", "1000") as host:
-        loading, queued = draining(cli, host)
-        host.process.send_signal(signal.SIGTERM)
-        queued.communicate(timeout=LIMIT_S)
-        assert host.process.poll() is None and loading.poll() is None
-        code, _ = host.stop()
-        assert code == 0
-        out, _ = loading.communicate(timeout=LIMIT_S)
-        assert loading.returncode == 1 and json.loads(out)["error"]["code"] in ("queue_full", "engine_crashed")
-
-
-def test_a_drain_has_its_limit(cli: Command, runtime_dir: Path) -> None:
-    cli.setup(script(cli))
-    with running(cli, runtime_dir, "--drain", "0.2") as host:
-        loading, queued = draining(cli, host)
-        assert host.stop()[0] == 0
-        for process in (loading, queued):
-            out, _ = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 1 and json.loads(out)["error"]["class"] == "transient"
+@pytest.mark.parametrize(("drain", "again"), [("1000", True), ("0.2", False)])
+def test_a_drain_ends_at_a_second_signal_or_its_limit(
+    held: Command, runtime_dir: Path, drain: str, again: bool
+) -> None:
+    with running(held, runtime_dir, "--drain", drain) as host:
+        loading, queued = draining(host)
+        if again:
+            host.process.send_signal(signal.SIGTERM)
+            assert finished(queued).code == 1
+            assert host.process.poll() is None and loading.poll() is None
+        assert host.stop().code == 0
+        for done in [finished(loading), *([] if again else [finished(queued)])]:
+            assert done.code == 1 and done.document["error"]["code"] in ("queue_full", "engine_crashed")
 
 
 def test_ctrl_c_is_130(cli: Command, runtime_dir: Path) -> None:
     with running(cli, runtime_dir, "--load", "toy") as host:
-        assert host.stop(signal.SIGINT)[0] == 130
+        assert host.stop(signal.SIGINT).code == 130
 
 
-def test_a_signal_while_models_load(cli: Command, runtime_dir: Path) -> None:
-    cli.setup(script(cli))
-    with running(cli, runtime_dir, "--load", "toy", wait=False) as host:
-        until((cli.root / "started").exists)
-        code, err = host.stop()
-        assert (code, err) == (0, "")
+def test_a_signal_while_models_load(held: Command, runtime_dir: Path) -> None:
+    with running(held, runtime_dir, "--load", "toy", wait=False) as host:
+        until((held.root / "started").exists)
+        assert host.stop() == Done(0, "", "")
 
 
 def test_a_worker_that_dies_is_told_on_stderr_and_in_ps(cli: Command, runtime_dir: Path) -> None:
@@ -314,53 +260,38 @@ def test_a_worker_that_dies_is_told_on_stderr_and_in_ps(cli: Command, runtime_di
         state = until(lambda: (s := host("ps", "--json").document) and s["lanes"]["embed"]["strikes"] and s)
         assert state["workers"] == [] and state["lanes"]["embed"]["last_fault"]["signal"] == "SIGKILL"
         assert host("load", "toy").code == 0
-        code, err = host.stop()
-        assert code == 0 and "worker lost: lane=embed" in err and "SIGKILL" in err
+        done = host.stop()
+        assert done.code == 0 and "worker lost: lane=embed" in done.err and "SIGKILL" in done.err
 
 
-def test_a_host_that_goes_away_in_the_middle_of_an_answer(cli: Command, runtime_dir: Path) -> None:
-    cli.setup(script(cli))
-    environment, _ = cli.env()
-    process = subprocess.Popen(
-        cli.arguments("serve", "--port", "0", "--runtime-dir", str(runtime_dir), "--json"),
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        host = Running(cli, runtime_dir, process)
-        assert process.stdout is not None and process.stdout.readline()
+def test_a_host_that_goes_away_in_the_middle_of_an_answer(held: Command, runtime_dir: Path) -> None:
+    with running(held, runtime_dir) as host:
         loading = host.start("load", "toy")
-        until((cli.root / "started").exists)
-        process.kill()
-        _, err = loading.communicate(timeout=LIMIT_S)
-    assert loading.returncode == 1 and "went away before it answered" in err and err.count("\n") == 1
-    until(lambda: not workers_of(cli))
-    host.socket().unlink()
-
-
-# --- following -------------------------------------------------------------------------------------------------------
+        until((held.root / "started").exists)
+        host.process.kill()
+        done = finished(loading)
+        assert done.code == 1 and "went away before it answered" in done.err and done.err.count("\n") == 1
+        host.process.wait(LIMIT_S)
+        host.socket().unlink()
 
 
 def test_logs_follow(cli: Command, runtime_dir: Path) -> None:
     cli.setup({"rules": [{"on": "LOAD", "do": [{"stderr": "loading now"}, {"stdout": "and \x1b[31mred"}]}]})
     with running(cli, runtime_dir) as host:
         follow = host.start("logs", "-f")
-        try:
-            assert follow.stdout is not None
-            assert host("load", "toy").code == 0
-            lines = {follow.stdout.readline(), follow.stdout.readline()}
-            assert lines == {"embed [stderr] loading now\n", "embed [stdout] and \x1b[31mred\n"}
-        finally:
-            follow.send_signal(signal.SIGINT)
-            _, err = follow.communicate(timeout=LIMIT_S)
-        assert follow.returncode == 130 and err == "synapse: interrupted\n"
+        assert follow.stdout is not None
+        assert host("load", "toy").code == 0
+        lines = {follow.stdout.readline(), follow.stdout.readline()}
+        assert lines == {"embed [stderr] loading now\n", "embed [stdout] and \x1b[31mred\n"}
+        follow.send_signal(signal.SIGINT)
+        done = finished(follow)
+        assert (done.code, done.err) == (130, "synapse: interrupted\n")
         assert host("logs", "-f", "--json").code == 2
         follow = host.start("logs", "embed", "-f")
         assert follow.stdout is not None and follow.stdout.readline()
-        assert host.stop()[0] == 0
-        _, err = follow.communicate(timeout=LIMIT_S)
-        assert follow.returncode == 1 and "went away" in err
+        assert host.stop().code == 0
+        done = finished(follow)
+        assert done.code == 1 and "went away" in done.err
 
 
 # --- the port --------------------------------------------------------------------------------------------------------
@@ -374,15 +305,12 @@ def test_the_port_of_this_machine_alone(cli: Command, runtime_dir: Path) -> None
             text = reply.read().decode()
         assert 'synapse_worker_requests_total{lane="embed:toy",op="load",outcome="ok"} 1.0' in text
         assert url in host("ps").out
-        printed = host("ps", "--metrics")
-        assert printed.code == 0 and printed.out.startswith("# HELP synapse_worker_")
+        assert host("ps", "--metrics").out.startswith("# HELP synapse_worker_")
         assert "synapse_worker_" in host("ps", "--metrics", "--json").document["text"]
-        listening = [
-            c.laddr.ip for c in psutil.Process(host.process.pid).net_connections("inet") if c.status == "LISTEN"
-        ]
-        assert listening == ["127.0.0.1"]
+        connections = psutil.Process(host.process.pid).net_connections("inet")
+        assert [one.laddr.ip for one in connections if one.status == "LISTEN"] == ["127.0.0.1"]
         port = url.rpartition(":")[2]
-        taken = cli("serve", "--port", port, "--runtime-dir", str(runtime_dir / "other"), bare=True)
+        taken = host("serve", "--port", port)
         assert taken.code == 2 and f"127.0.0.1:{port}" in taken.err and "another --host or --port" in taken.err
 
 
@@ -396,54 +324,37 @@ def test_without_the_extra_it_says_what_to_install(here: Here, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("option", "value", "said"),
     [
-        (("--host", "0.0.0.0"), "needs an API key"),
-        (("--host", "no.such.name.invalid"), "can't serve on no.such.name.invalid:0"),
-        (("--api-key-file", "none"), "the API key can't be read"),
-        (("--api-key-file", "short"), "16 to 1024 printable characters"),
-        (("--api-key-file", "open"), "others may read this API key (mode 0640). Run: chmod 600 open"),
-        (("--cors", "*"), "is no origin"),
+        ("--host", "0.0.0.0", "needs an API key"),
+        ("--host", "no.such.name.invalid", "can't serve on no.such.name.invalid:0"),
+        ("--api-key-file", "none", "the API key can't be read"),
+        ("--api-key-file", "short", "16 to 1024 printable characters"),
+        ("--api-key-file", "open", "others may read this API key (mode 0640). Run: chmod 600 open"),
+        ("--cors", "*", "is no origin"),
     ],
-    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
 )
 def test_what_would_be_unsafe_is_refused(
-    cli: Command, here: Here, runtime_dir: Path, words: tuple[str, ...], said: str
+    cli: Command, here: Here, runtime_dir: Path, option: str, value: str, said: str
 ) -> None:
     for name, mode in (("short", 0o600), ("open", 0o640)):
         (cli.root / name).write_text("secret\n")
         (cli.root / name).chmod(mode)
-    done = here("serve", "--port", "0", "--runtime-dir", str(runtime_dir), *words)
+    done = here("serve", "--port", "0", "--runtime-dir", str(runtime_dir), option, value)
     assert done.code == 2 and said in done.err and "secret" not in done.err
 
 
 def test_on_a_terminal_it_shows_what_is_up(cli: Command, runtime_dir: Path) -> None:
     words = ("run", "--port", "0", "--runtime-dir", str(runtime_dir), "--load", "toy")
     code, text = cli.on_terminal(*words, ends="Stop: Ctrl-C")
-    assert code == 0
+    assert (code, cli.workers()) == (0, [])
     assert "loaded toy in" in text and "LANE" in text and "\x1b[" in text and str(runtime_dir) in text
-    assert not workers_of(cli)
 
 
-# --- the operator's end ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        DeadlineExceeded("late", details={"lane_id": "embed"}),
-        QueueFull("full"),
-        EngineCrashed("dead", details={"quarantined": True}, retry_after_ms=5000),
-        EngineCrashed("dead", details={"quarantined": False}),
-        InvalidRequest("no"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_errors_survive_the_wire(error: SynapseError) -> None:
-    again = revive(json.loads(json.dumps(error.to_dict())))
-    assert again.to_dict() == error.to_dict() and again.exit_code == error.exit_code
-
-
-def test_an_unknown_code_keeps_its_words() -> None:
+def test_errors_survive_the_wire() -> None:
+    quarantined = EngineCrashed("dead", details={"quarantined": True}, retry_after_ms=5000)
+    for error in (quarantined, EngineCrashed("dead", details={"quarantined": False}), QueueFull("full")):
+        again = revive(json.loads(json.dumps(error.to_dict())))
+        assert again.to_dict() == error.to_dict() and again.exit_code == error.exit_code
     assert revive({"code": "from_the_future", "message": "m"}).to_dict()["code"] == "from_the_future"
     assert revive({"code": "oom", "message": "m"}).to_dict()["retry_after_ms"] == 250

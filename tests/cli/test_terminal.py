@@ -69,6 +69,14 @@ def test_names_and_files(cli: Command) -> None:
         assert "broken" in seen and steering(seen) == "", words
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("asked", [True, False])
+def test_no_color_means_none(cli: Command, asked: bool) -> None:
+    code, seen = cli.on_terminal("matrix", "explain", **({"NO_COLOR": "1"} if asked else {}))
+    assert code == 0 and "scripted" in seen
+    assert ("\x1b[3" in seen or "\x1b[1" in seen) is not asked, seen
+
+
 def test_our_colours_stay_and_those_of_others_don_t(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.colour = console.interactive = True

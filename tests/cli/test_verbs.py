@@ -12,7 +12,7 @@ from synapse_host.cli import VERBS
 from synapse_host.cli.parser import Parser, UsageError, common_options
 from tests.cli.conftest import Command, Here
 from tests.support.scripted import expected_vector
-from tests.support.small_bundle import CLS, SEP, WORDS
+from tests.support.small_bundle import CLS, SEP, WORDS, write_matrix
 
 pytestmark = pytest.mark.process
 
@@ -62,15 +62,11 @@ def test_a_prompt_is_chosen_by_its_name_and_search_takes_the_query(cli: Command,
     assert (shown["prompts"], shown["default_prompt"]) == ({"query": "query ", "doc": "b "}, "doc")
 
 
-def test_embed_by_path_and_from_stdin(cli: Command) -> None:
+def test_embed_by_path_from_stdin_and_cut(cli: Command, here: Here) -> None:
     toy = str(cli.root / "models" / "toy")
     done = cli("embed", "--model", toy, "--file", "-", "--json", stdin='"a"\n{"id": 1, "text": "b"}\n\n')
     assert done.document["vectors"] == [vector([CLS, A, SEP]), vector([CLS, B, SEP])]
-
-
-def test_embed_truncate_lists_what_was_cut(cli: Command, here: Here) -> None:
-    done = cli("embed", "--model", "toy", "--truncate", "--json", "a", "a " * 30)
-    assert done.document["truncated"] == [1]
+    assert here("embed", "--model", "toy", "--truncate", "--json", "a", "a " * 30).document["truncated"] == [1]
     said = here("embed", "--model", "toy", "--truncate", "a " * 30).err
     assert "1 text was cut to what toy takes, counted from 0: 0\n" in said
 
@@ -96,11 +92,6 @@ def test_embed_to_a_file_resumes_where_it_stopped(cli: Command, here: Here) -> N
     assert array.dtype == np.float32 and array.shape == (3000, 8)
     expected = {word: vector([CLS, WORDS.index(word), SEP]) for word in set(words)}
     assert array.tolist() == [expected[word] for word in words]
-    # Another input doesn't go on with the old rows.
-    (cli.root / "out.npy.progress.json").write_text(json.dumps({**progress, "rows_done": 5}))
-    lines.write_text('"b"\n')
-    assert here(*arguments).document["resumed_at"] == 0
-    assert np.load(out).tolist() == [expected["b"]]
 
 
 def test_rerank(cli: Command, here: Here) -> None:
@@ -154,7 +145,7 @@ DASHES: list[tuple[str, list[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("verb", "words", "meant"), DASHES)
 def test_behind_two_dashes_every_word_is_a_text(verb: str, words: list[str], meant: dict[str, Any]) -> None:
-    parser = Parser(f"synapse {verb}")
+    parser = Parser(f"synapse {verb}", "")
     import_module(f"synapse_host.cli.{VERBS[verb].module or verb}").configure(parser)
     common_options(parser)
     read = vars(parser.read(words))
@@ -164,22 +155,19 @@ def test_behind_two_dashes_every_word_is_a_text(verb: str, words: list[str], mea
     assert caught.value.message.isprintable()
 
 
-def test_every_verb_takes_two_dashes(cli: Command, here: Here) -> None:
+def test_every_verb_takes_two_dashes(here: Here) -> None:
     assert {verb for verb, _, _ in DASHES} == set(VERBS)
-    found = here("embed", "--model", "toy", "--json", "--", "-a", "--json").document
-    assert found["n"] == 2
+    assert here("embed", "--model", "toy", "--json", "--", "-a", "--json").document["n"] == 2
 
 
 def test_an_engine_is_chosen_by_its_name(cli: Command, here: Here) -> None:
     cli.bundle("judge", task="rerank").bundle("writer", task="generate", frame=False)
-    assert cli.matrix is not None
-    matrix = json.loads(cli.matrix.read_text())
-    for name in ("second", "third"):
-        matrix["engines"][name] = matrix["engines"]["scripted"]
-    for lane in matrix["lanes"].values():
-        lane["engines"].append("second")
-    matrix["lanes"]["aside"] = {"task": "embed", "engines": ["third"]}
-    cli.matrix.write_text(json.dumps(matrix))
+    with cli.bent_matrix() as matrix:
+        for name in ("second", "third"):
+            matrix["engines"][name] = matrix["engines"]["scripted"]
+        for lane in matrix["lanes"].values():
+            lane["engines"].append("second")
+        matrix["lanes"]["aside"] = {"task": "embed", "engines": ["third"]}
     index = str(cli.root / "x.npy")
     for words in (
         ("embed", "--model", "toy", "a"),
@@ -202,30 +190,36 @@ def test_an_engine_is_chosen_by_its_name(cli: Command, here: Here) -> None:
         assert done.code == 2 and f"(fit here: {listed})" in done.err
 
 
-def test_matrix_check_and_explain(cli: Command, here: Here) -> None:
+def test_matrix_check_and_explain(cli: Command, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ok, 1 hardware classes, 1 engines, 3 lanes" in here("matrix", "check").out
     for lane in here("matrix", "check", "--json").document["lanes"]:
         assert lane["placement"] is None and lane["considered"][0]["engine"] == "scripted"
-    lanes = cli("matrix", "explain", "--json", "--model", "toy").document["lanes"]
-    assert lanes[0]["placement"] == "scripted" and lanes[0]["considered"][0]["verdict"] == "yes"
+    (lane, *_) = cli("matrix", "explain", "--json", "--model", "toy").document["lanes"]
+    assert lane["placement"] == "scripted" and lane["considered"][0]["verdict"] == "yes"
     page = here("matrix", "explain", "embed", "--model", "toy").out
     assert "lane embed (task embed, catalog)" in page and "YES" in page
-    assert here("matrix", "explain", "embd").err.endswith("(did you mean 'embed'?)\n")
+    # The environment's matrix is taken, and an option wins.
+    (cli.root / "own").mkdir()
+    own = write_matrix(cli.root / "own", lanes={"mine": {"task": "embed", "engines": ["scripted"]}})
+    monkeypatch.setenv("SYNAPSE_MATRIX", str(own))
+    assert "scripted" in here("matrix", "explain", bare=True).out and "3 lanes" in here("matrix", "check").out
+    assert [lane["lane"] for lane in here("matrix", "explain", "--json", bare=True).document["lanes"]] == ["mine"]
+    assert json.loads(here("matrix", "schema").out)["title"] == "hw_matrix.yaml"
 
 
 def test_doctor(cli: Command, here: Here) -> None:
     done = cli("doctor", "--json")
-    document = done.document
-    assert set(document) == {"findings", "engines", "host"}
-    assert document["engines"][0]["id"] == "scripted"
-    for finding in document["findings"]:
+    assert set(done.document) == {"findings", "engines", "host"}
+    assert done.document["engines"][0]["id"] == "scripted"
+    for finding in done.document["findings"]:
         assert set(finding) == {"id", "severity", "what", "fix"}
-        assert finding["severity"] in ("info", "warning", "failure")
     page = here("doctor")
     assert page.code == done.code and "scripted" in page.out
 
 
-def test_the_page_of_verbs_and_the_version(here: Here) -> None:
+def test_the_page_of_verbs_the_version_and_a_verb_s_help(here: Here) -> None:
     page = here("--help", bare=True).out
-    assert all(f"  {verb} " in page for verb in VERBS)
+    assert all(f"  {verb} " in page for verb in VERBS) and here("help", bare=True).out == page
     assert here("--version", bare=True).out.startswith("synapse ")
+    assert here("help", "embed", bare=True).out == here("embed", "--help", bare=True).out != ""
+    assert "no verb 'embd' (did you mean 'embed'?)" in here("help", "embd", bare=True).err

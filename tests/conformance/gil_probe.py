@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,49 +24,41 @@ from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 
 
-class Ticker(threading.Thread):
-    """Sleeps a millisecond at a time and remembers when it woke."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.at: list[float] = []
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(0.001):
-            self.at.append(time.perf_counter())
-
-
-def main(task: dict[str, object]) -> None:
+def main(task: dict[str, Any]) -> None:
     """Load, then embed under observation."""
-    module, _, name = str(task["factory"]).partition(":")
-    manifest = task.get("manifest")
-    options = WorkerOptions(device=str(task["device"]), manifest=Path(str(manifest)) if manifest else None)
+    module, _, name = task["factory"].partition(":")
+    options = WorkerOptions(device=task["device"], manifest=Path(task["manifest"]) if task["manifest"] else None)
     engine = getattr(importlib.import_module(module), name)(options)
     request = Load(
         req_id="load",
-        artifact_path=str(task["path"]),
-        artifact_digest=str(task["digest"]),
-        format=str(task["format"]),
-        runtime_config=dict(task["config"]),  # type: ignore[call-overload]
+        artifact_path=task["path"],
+        artifact_digest=task["digest"],
+        format=task["format"],
+        runtime_config=task["config"],
     )
     model = engine.load(request, progress=silent())
-    rows, length = int(task["rows"]), int(task["length"])  # type: ignore[call-overload]
-    ids = np.random.default_rng(0).integers(5, int(task["vocab"]), rows * length).astype(np.int32)  # type: ignore[call-overload]
+    rows, length = task["rows"], task["length"]
+    ids = np.random.default_rng(0).integers(5, task["vocab"], rows * length).astype(np.int32)
     batch = TokenBatch(ids, np.arange(0, rows * length + 1, length, dtype=np.int32))
 
     def embed(part: TokenBatch) -> None:
         model.embed(part, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
 
     embed(TokenBatch(ids[:length], batch.cu_seqlens[:2]))  # whatever is set up once is set up now
-    ticker = Ticker()
+    woken, done = [], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            woken.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     started = time.perf_counter()
     embed(batch)
     ended = time.perf_counter()
-    ticker.done.set()
+    done.set()
     ticker.join()
-    at = [started, *(t for t in ticker.at if started <= t <= ended), ended]
+    at = [started, *(t for t in woken if started <= t <= ended), ended]
     gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
     model.close()
     engine.close()

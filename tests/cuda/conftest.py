@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from engines.cuda.engine import CudaEngine
 from engines.cuda.graphs.builder import ModelSpec
 from engines.cuda.load import spec_of as describe
 from engines.cuda.model import OwnedModel
-from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 from tests.cuda.cases import case
@@ -37,20 +36,6 @@ def spec_of(bundle: Bundle) -> tuple[ModelSpec, Mapping[str, np.ndarray]]:
         bundle.path(entry.path), config=known.config, family=known.family, task=known.task, int8=entry.dtype == "int8"
     )
     return describe(known, checkpoint.config), checkpoint.tensors
-
-
-def batch_of(rows: Sequence[Sequence[int]]) -> TokenBatch:
-    """Lay rows end to end."""
-    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=cu_seqlens[1:])
-    return TokenBatch(np.concatenate([np.asarray(row, np.int32) for row in rows]), cu_seqlens)
-
-
-def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return each row's cosine, float64; NaN, which is below every bound, for a row of zeros."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
 
 
 @pytest.fixture(scope="session")
@@ -103,13 +88,3 @@ def load() -> Iterator[Loader]:
     yield open_model
     for model in opened:
         model.close()
-
-
-def real_bundle(name: str) -> Bundle:
-    """Return a default bundle from the models folder, or skip: `synapse models install` makes it."""
-    from synapse_host.models import catalogue
-
-    root = Path(os.environ.get("SYNAPSE_MODELS_DIR") or catalogue.models_dir()) / name
-    if not (root / manifest.FILE_NAME).is_file():
-        pytest.skip(f"the bundle {name} isn't installed: synapse models install {name}")
-    return manifest.read(root)

@@ -12,7 +12,8 @@ import pytest
 from engines import machine
 from engines.cuda import binding
 from engines.runtime.progress import silent
-from tests.cuda.conftest import Bundles, Loader, batch_of
+from tests.cuda.conftest import Bundles, Loader
+from tests.support.rows import batch_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and binds threads: Linux")
 TASKS = Path("/proc/self/task")

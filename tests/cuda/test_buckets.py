@@ -12,36 +12,20 @@ from hypothesis import strategies as st
 from bench.texts import mixed_lengths
 from engines.cuda.buckets import LADDER, LAUNCH_CELLS, Policy, ladder_up_to, plan
 
-EXAMPLE = np.array([5, 400, 9, 28, 131, 70, 64, 130], np.int32)
 
-
-def shapes(lengths: np.ndarray, policy: Policy) -> list[tuple[list[int], int]]:
-    made = plan(lengths, policy)
-    return [([int(lengths[i]) for i in made.order[b.start : b.stop]], b.width) for b in made.buckets]
-
-
-def test_worked_example() -> None:
-    """Merged where that adds fewer than 128 cells in all: 1056 cells, 992 by ladder step alone, 3200 as one batch."""
-    made = plan(EXAMPLE, Policy(tokens=32768))
-    assert shapes(EXAMPLE, Policy(tokens=32768)) == [
-        ([5, 9, 28], 32), ([64, 70], 96), ([130, 131], 160), ([400], 448),
-    ]  # fmt: skip
-    assert sum(bucket.rows * bucket.width for bucket in made.buckets) == 1056
-
-
-def test_order_is_stable_for_equal_lengths() -> None:
-    assert plan(np.array([7, 3, 7, 3, 7], np.int32), Policy(tokens=64)).order.tolist() == [1, 3, 0, 2, 4]
-
-
-def test_a_group_over_the_budget_is_cut_into_even_pieces() -> None:
-    made = plan(np.full(10, 100, np.int32), Policy(tokens=4 * 128))
-    assert [b.rows for b in made.buckets] == [3, 3, 4]
-    assert {b.width for b in made.buckets} == {128}
-
-
-def test_a_row_longer_than_the_budget_runs_alone() -> None:
-    made = plan(np.array([8192, 8192, 3], np.int32), Policy(tokens=1024))
-    assert [(b.rows, b.width) for b in made.buckets] == [(1, 16), (1, 8192), (1, 8192)]
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "expected"),
+    [
+        # Merged where that adds fewer than 128 cells in all: 1056 cells, 992 by ladder step alone, 3200 as one batch.
+        ([5, 400, 9, 28, 131, 70, 64, 130], 32768, [([0, 2, 3], 32), ([6, 5], 96), ([7, 4], 160), ([1], 448)]),
+        ([7, 3, 7, 3, 7], 1024, [([1, 3, 0, 2, 4], 16)]),  # equal lengths keep their order
+        ([100] * 10, 4 * 128, [([0, 1, 2], 128), ([3, 4, 5], 128), ([6, 7, 8, 9], 128)]),  # pieces of nearly equal size
+        ([8192, 8192, 3], 1024, [([2], 16), ([0], 8192), ([1], 8192)]),  # longer than the budget: alone
+    ],
+)
+def test_worked_examples(lengths: list[int], tokens: int, expected: list[tuple[list[int], int]]) -> None:
+    made = plan(np.array(lengths, np.int32), Policy(tokens=tokens))
+    assert [(made.order[b.start : b.stop].tolist(), b.width) for b in made.buckets] == expected
 
 
 def test_exact_widths_in_blocks_above_the_free_ones() -> None:

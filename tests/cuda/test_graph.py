@@ -18,8 +18,9 @@ from engines.cuda.graphs.builder import Graph, GraphBuilder, ModelSpec, Variant,
 from engines.cuda.graphs.families import block, build, cpu_variants, cuda_variants, recorded_variants
 from engines.protocol.errors import EngineError, ErrorCode
 from tests.cuda.cases import CASES, Case, case
-from tests.cuda.conftest import Bundles, batch_of, cosines, spec_of
+from tests.cuda.conftest import Bundles, spec_of
 from tests.cuda.contrib_operators import evaluate
+from tests.support.rows import batch_of, cosines
 
 NAMES = [c.name for c in CASES]
 

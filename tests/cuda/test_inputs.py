@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.cuda import staging
 from engines.cuda.buckets import Policy, plan
 from engines.cuda.staging import Filler, Slot, layout, slot_bytes
-from tests.cuda.conftest import batch_of
+from tests.support.rows import batch_of
 
 ROWS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=50), min_size=1, max_size=40)
 PADDED = ("input_ids", "lens", "positions", "type_starts", "max_len")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import onnx
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
-from engines.checkpoint import safetensors
 from engines.cuda.engine import CudaEngine
 from engines.cuda.graphs.builder import Variant, WeightStore
 from engines.cuda.graphs.families import build
@@ -21,8 +18,9 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import silent
 from tests.cuda.cases import case
-from tests.cuda.conftest import Bundles, Loader, batch_of, cosines, spec_of
-from tests.support.owned_bundle import load_request
+from tests.cuda.conftest import Bundles, Loader, spec_of
+from tests.support.owned_bundle import load_request, repackaged
+from tests.support.rows import batch_of, cosines
 
 
 @pytest.mark.parametrize("name", ["bert-mean", "bert-cls", "bert-rerank"])
@@ -94,14 +92,10 @@ def test_a_damaged_package_is_refused(
     bundles: Bundles, tmp_path: Path,
 ) -> None:  # fmt: skip
     """One tensor changed, or gone, or called something else, described by an honest digest."""
-    source = bundles("bert-rerank", dtype="int8")
-    opened = safetensors.SafetensorsFile.open(source.path("model.safetensors"))
-    tensors = {key: np.array(opened.array(key)) for key in opened.header.tensors}
-    if (changed := change(tensors.pop(name))) is not None:
-        tensors[name] = changed
-    file = tmp_path / "model.safetensors"
-    safetensors.write(file, tensors, metadata={"profile": "toy.owned-cuda"})
-    text = json.loads((source.root / manifest.FILE_NAME).read_text())
-    text["artifacts"][0] |= {"digest": PREFIX + file_digest(file), **fields}
-    (tmp_path / manifest.FILE_NAME).write_bytes(manifest.canonical_bytes(text))
-    refused(manifest.read(tmp_path), ErrorCode.ARTIFACT_INVALID, words)
+
+    def one(tensors: dict[str, np.ndarray]) -> None:
+        if (changed := change(tensors.pop(name))) is not None:
+            tensors[name] = changed
+
+    bundle = repackaged(bundles("bert-rerank", dtype="int8"), tmp_path, one, **fields)
+    refused(bundle, ErrorCode.ARTIFACT_INVALID, words)

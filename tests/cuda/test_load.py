@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.manifest import Bundle
 from engines.checkpoint import safetensors
 from engines.cuda import binding
@@ -28,7 +26,7 @@ from engines.runtime.artifact import ArtifactFile
 from engines.runtime.engine import Probe, WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.conftest import Bundles
-from tests.support.owned_bundle import load_request
+from tests.support.owned_bundle import load_request, repackaged
 from tests.support.worker_client import module_worker
 
 REFUSED = Probe("refused", "cuda_no_driver", {}, None)
@@ -136,21 +134,6 @@ def test_a_machine_without_a_driver(bundles: Bundles) -> None:
 # --- packages --------------------------------------------------------------------------------------------------------
 
 Tensors = dict[str, np.ndarray]
-
-
-def package(source: Bundle, root: Path, change: Callable[[Tensors], object], profile: str = "toy.owned-cuda") -> Bundle:
-    """Copy a bundle, let *change* work on its tensors, and describe the result honestly in a new manifest."""
-    opened = safetensors.SafetensorsFile.open(source.path("model.safetensors"))
-    tensors = {name: np.array(opened.array(name)) for name in opened.header.tensors}
-    change(tensors)
-    file = root / "model.safetensors"
-    safetensors.write(file, tensors, metadata={"profile": profile})
-    text = json.loads((source.root / manifest.FILE_NAME).read_text())
-    text["artifacts"][0]["digest"] = PREFIX + file_digest(file)
-    (root / manifest.FILE_NAME).write_bytes(manifest.canonical_bytes(text))
-    return manifest.read(root)
-
-
 OUTPUT = "encoder.layer.0.output.dense.weight"
 
 
@@ -175,12 +158,12 @@ OUTPUT = "encoder.layer.0.output.dense.weight"
 def test_a_package_that_cannot_be_served(
     change: Callable[[Tensors], object], code: ErrorCode, words: str, bundles: Bundles, tmp_path: Path
 ) -> None:
-    bundle = package(bundles("bert-rerank"), tmp_path, change)
+    bundle = repackaged(bundles("bert-rerank"), tmp_path, change)
     refused(engine_for(bundle), load_request(bundle), code, words)
 
 
 def test_another_models_package_is_refused(bundles: Bundles, tmp_path: Path) -> None:
-    bundle = package(bundles("bert-rerank"), tmp_path, lambda t: None, profile="other.owned-cuda")
+    bundle = repackaged(bundles("bert-rerank"), tmp_path, lambda t: None, profile="other.owned-cuda")
     words = "the package is 'other.owned-cuda'"
     refused(engine_for(bundle), load_request(bundle), ErrorCode.PACKAGE_DIGEST_MISMATCH, words)
 
@@ -188,7 +171,7 @@ def test_another_models_package_is_refused(bundles: Bundles, tmp_path: Path) -> 
 def test_a_flipped_bit_is_refused_before_a_weight_is_read(
     bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = package(bundles("bert-rerank"), tmp_path, lambda t: None)
+    bundle = repackaged(bundles("bert-rerank"), tmp_path, lambda t: None)
     with bundle.path("model.safetensors").open("r+b") as file:
         file.seek(-5, os.SEEK_END)
         file.write(b"\x01")
@@ -201,7 +184,7 @@ def test_a_flipped_bit_is_refused_before_a_weight_is_read(
 def test_a_package_that_is_written_to_after_it_was_hashed_is_refused(
     bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = package(bundles("bert-rerank"), tmp_path, lambda t: None)
+    bundle = repackaged(bundles("bert-rerank"), tmp_path, lambda t: None)
 
     def verify(file: ArtifactFile, digest: str, progress: ProgressReporter) -> None:
         honest(file, digest, progress)

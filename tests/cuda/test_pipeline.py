@@ -24,8 +24,9 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Phase
 from engines.runtime.progress import ProgressReporter, silent
 from tests.cuda.cases import case
-from tests.cuda.conftest import Bundles, batch_of, cosines, spec_of
+from tests.cuda.conftest import Bundles, spec_of
 from tests.cuda.host_cuda import HostCuda
+from tests.support.rows import batch_of, cosines
 
 NAMES = ("input_ids", "lens")
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,8 @@ from tests.support.killed import kill_one
 from tests.support.small_bundle import write_bundle, write_matrix
 
 
-def report(
-    status: str, floor: dict[str, object] | None = None, worker: str = "", id: str = "toy"
-) -> doctor.EngineReport:
-    return doctor.EngineReport(id, status, "what", "cpu", {}, floor, worker)  # type: ignore[arg-type]
+def report(status: Any, floor: dict[str, object] | None = None, id: str = "toy") -> doctor.EngineReport:
+    return doctor.EngineReport(id, status, "what", "cpu", {}, floor, "")
 
 
 def test_two_onnxruntimes_clash() -> None:
@@ -68,34 +67,20 @@ def test_a_killed_hosts_directory_is_told_once_and_how_to_remove_it(runtime_dir:
 
 
 @pytest.mark.parametrize(
-    ("floor", "id", "severity", "fix"),
+    ("engine", "status", "code", "severity", "fix"),
     [
-        ({"status": "failed", "code": "probe_timeout"}, "engine.llama-cpu.probe_timeout", "failure", "--probe-floor"),
-        (
-            {"status": "refused", "code": "llama_missing"},
-            "engine.llama-cpu.llama_missing",
-            "warning",
-            "synapse-workers[llama]",
-        ),
-        (
-            {"status": "refused", "code": "cpu_unsupported"},
-            "engine.llama-cpu.cpu_unsupported",
-            "failure",
-            "--no-binary",
-        ),
+        ("llama-cpu", "failed", "probe_timeout", "failure", "--probe-floor"),
+        ("llama-cpu", "refused", "llama_missing", "warning", "synapse-workers[llama]"),
+        ("llama-cpu", "refused", "cpu_unsupported", "failure", "--no-binary"),
+        ("cuda", "refused", "cuda_runtime_missing:libcudnn.so.9", "warning", "synapse-workers[cuda,cuda-libraries]"),
     ],
 )
-def test_engines_that_can_be_mended(floor: dict[str, object], id: str, severity: str, fix: str) -> None:
-    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="llama-cpu")])
-    assert (finding.id, finding.severity) == (id, severity)
+def test_engines_that_can_be_mended(engine: str, status: str, code: str, severity: str, fix: str) -> None:
+    floor = {"status": status, "code": code}
+    others = [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")]
+    (finding,) = engines.engine_findings(load(), [report("failed", floor, id=engine), *others])
+    assert (finding.id, finding.severity) == (f"engine.{engine}.{code.partition(':')[0]}", severity)
     assert fix in finding.fix
-
-
-def test_a_library_that_is_missing_is_named() -> None:
-    floor = {"status": "refused", "code": "cuda_runtime_missing:libcudnn.so.9"}
-    (finding,) = engines.engine_findings(load(), [report("failed", floor, id="cuda")])
-    assert finding.fix == "pip install 'synapse-workers[cuda,cuda-libraries]'"
-    assert list(engines.engine_findings(load(), [report("passed_over", id="cuda"), report("ok", id="onnx-cpu")])) == []
 
 
 @pytest.mark.parametrize(("missing", "status"), [("libcublas.so.13", "failed"), ("onnxruntime-sm_100", "passed_over")])
@@ -103,8 +88,7 @@ def test_only_what_can_be_installed_is_advised(missing: str, status: str) -> Non
     """No package brings machine code for a GPU's architecture that the runtime wasn't built for."""
     matrix = load()
     floor = Floor("refused", f"cuda_runtime_missing:{missing}")
-    report = engines.report_on(matrix, matrix.engines["onnx-cpu"], LINUX, floor, "")
-    assert report.status == status
+    assert engines.report_on(matrix, matrix.engines["onnx-cpu"], LINUX, floor, "").status == status
 
 
 def test_lanes_that_nothing_serves() -> None:
@@ -135,18 +119,13 @@ def test_bundles_are_hashed_again(tmp_path: Path) -> None:
 def test_a_probe_child_that_hangs_crashes_or_babbles_is_a_finding(tmp_path: Path) -> None:
     bodies = {"hang": "import time; time.sleep(60)", "crash": "import os; os.abort()", "babble": "print('hello')"}
     document = json.loads(write_matrix(tmp_path).read_text())
+    engine = document["engines"]["scripted"]
     document["engines"] = {
-        name: {
-            "engine": "llama", "device": "cpu", "format": "gguf", "requires": "any",
-            "worker": {"command": [sys.executable, "-c", body]},
-        }
-        for name, body in bodies.items()
-    }  # fmt: skip
+        name: {**engine, "worker": {"command": [sys.executable, "-c", body]}} for name, body in bodies.items()
+    }
     document["lanes"] = {"embed": {"task": "embed", "engines": list(bodies)}}
     (tmp_path / "matrix.yaml").write_text(json.dumps(document))
-    found = doctor.examine(
-        load(tmp_path / "matrix.yaml"), host_version="0", models_dir=tmp_path, cache_dir=tmp_path, probe_limit=2.0
-    )
+    found = doctor.examine(load(tmp_path / "matrix.yaml"), models_dir=tmp_path, probe_limit=2.0)
     ids = {finding.id for finding in found.findings if finding.severity == "failure"}
     assert ids == {
         "engine.hang.probe_timeout", "engine.crash.probe_crashed", "engine.babble.probe_rubbish",
@@ -157,8 +136,9 @@ def test_a_probe_child_that_hangs_crashes_or_babbles_is_a_finding(tmp_path: Path
 
 
 @pytest.mark.process
-def test_this_machine(tmp_path: Path) -> None:
-    found = doctor.examine(load(), host_version="0.3.0", models_dir=tmp_path, cache_dir=tmp_path / "probes")
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = doctor.examine(load(), models_dir=tmp_path)
     assert {engine.id for engine in found.engines} == set(load().engines)
     assert not [finding for finding in found.findings if "Traceback" in finding.what]
     assert found.host["cores"] >= 1
@@ -167,17 +147,18 @@ def test_this_machine(tmp_path: Path) -> None:
     assert found.host["disk_free_bytes"] > 0 and found.host["descriptor_limit"] != 0
 
 
-def test_certificates_hold_or_say_what_voided_them(tmp_path: Path) -> None:
+def test_certificates_hold_or_say_what_voided_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     bundle = toy(tmp_path / "models" / "toy")
     matrix = load(write_matrix(tmp_path))
     profile = hardware.detect()
     line = "scripted-worker 0.3.0 protocol=3 engine=llama.cpp-worker engine_version=scripted-1 device=cpu"
     made = document(matrix, "scripted", bundle, identity=binding.identity_of(line))
-    standing.settle(made, matrix, tmp_path / "data")
+    standing.settle(made, matrix)
 
     def findings(version: str = line, **bent: object) -> list[tuple[str, str, str, str]]:
         now = dataclasses.replace(profile, **bent)
-        found = models.certificate_findings(matrix, now, {"scripted": version}, tmp_path / "models", tmp_path / "data")
+        found = models.certificate_findings(matrix, now, {"scripted": version}, tmp_path / "models")
         return [(one.id, one.severity, one.what, one.fix) for one in found]
 
     ((id, severity, what, fix),) = findings()

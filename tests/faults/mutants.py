@@ -64,7 +64,6 @@ MORE: Final[dict[str, tuple[str, ...]]] = {
     "engines.runtime.inference": ("dispatch",),
     "engines.runtime.transport": ("faults",),
     "engines.ane.compute_plan": ("binding",),
-    "synapse_host.supervision.queueing": ("turns", "permits"),
     "synapse_host.residency.core": ("machine",),
     "synapse_host.text.limits": ("tokenizer",),
     "synapse_host.text.split_pattern": ("tokenizer_file",),

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from synapse_host.placement.spec import LaneKind
-from synapse_host.supervision.quarantine import Fingerprint, Quarantine, Strike
+from synapse_host.supervision.quarantine import Fingerprint, Quarantine
 from tests.faults.arena import campaign_row
 from tests.faults.ledger import Row
 
@@ -64,7 +64,7 @@ def walk(kind: LaneKind, steps: int, seed: int, row: Row) -> None:
         if name in ("strike", "stale"):
             number = generation if name == "strike" else max(1, generation - rng.randrange(1, 3))
             print_ = Fingerprint("EMBED_BATCH", "m", rng.choice("ab"))
-            told, expected = real.strike(Strike(number, "exit", now, print_)), model.strike(number, now)
+            told, expected = real.strike(number, now, print_), model.strike(number, now)
             generation += name == "strike"
         elif name in ("served", "stale serve"):
             number = generation if name == "served" else max(1, generation - 1)
@@ -81,8 +81,8 @@ def walk(kind: LaneKind, steps: int, seed: int, row: Row) -> None:
         elif name == "edge" and model.shut_at is not None:
             now = max(now, model.shut_at + cool_down - rng.choice((0.0, 0.001)))
         model.tick(now)
-        seen = (told, real.admits(now), real.strikes(now), real.remaining(now), len(real.history))
-        wanted = (expected, model.shut_at is None, model.count, model.remaining(now), model.count)
+        seen = (told, real.admits(now), real.open, real.strikes(now), real.remaining(now))
+        wanted = (expected, model.shut_at is None, model.shut_at is None, model.count, model.remaining(now))
         if seen != wanted:
             row.problems.append(f"{kind}, seed {seed}, step {step} ({name}): {seen}, the model says {wanted}")
             return

@@ -18,15 +18,19 @@ from tests.hardware import lanes
 
 
 class Record:
-    """One run's ``hardware.json``, filled test by test and written at the end whatever happened."""
+    """One run's ``hardware.json``, filled test by test and written at the end whatever happened.
 
-    def __init__(self, engine: str, software: Iterable[str], **facts: Any) -> None:
+    *chip*: the accelerator, where it isn't named by the processor.
+    """
+
+    def __init__(self, engine: str, software: Iterable[str], *, chip: str = "", **facts: Any) -> None:
         self._profile = hardware.detect()
         self._engine = engine
+        self.chip = chip or self._profile.cpu_model
         self.data: dict[str, Any] = {
             "engine": engine,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "chip": self._profile.cpu_model,
+            "chip": self.chip,
             "os": f"{self._profile.os} {self._profile.os_version}",
             "os_build": self._profile.os_build,
             "memory_gib": round(self._profile.ram_total / 2**30),
@@ -53,10 +57,12 @@ class Record:
     def write(self, out: Path | None = None) -> Path:
         """Write the file into the folder of the engine and this kind of machine; return it."""
         profile = self._profile
-        name = orders.folder_of(self._engine, chip=profile.cpu_model, os=profile.os, os_version=profile.os_version)
+        name = orders.folder_of(self._engine, chip=self.chip, os=profile.os, os_version=profile.os_version)
         path = (out or lanes.EVIDENCE) / re.sub(r"[^\w.-]", "-", name) / "hardware.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         outcomes = self.data["outcomes"].values()
         passed = bool(outcomes) and set(outcomes) == {"passed"}
-        path.write_text(json.dumps(self.data | {"passed": passed}, indent=1, sort_keys=True) + "\n")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self.data | {"passed": passed}, indent=1, sort_keys=True, default=str) + "\n")
+        part.replace(path)  # a process that dies while it writes leaves what was there before
         return path

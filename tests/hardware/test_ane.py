@@ -58,7 +58,7 @@ SOFTWARE = ("coremltools", "pyobjc-core", "pyobjc-framework-CoreML", "numpy", "s
 PREDICTIONS, READMISSIONS = 10_000, 20
 GIL_GAP_S, LEAK_MIB = 0.25, 64.0
 LIMITS = {
-    task: verdict.thresholds(load_matrix(), engine="ane", task=task, precision="exact", placement=True)
+    task: verdict.thresholds(load_matrix(), load_matrix().engines["ane"], task=task, dtype="f16")
     for task in ("embed", "rerank")
 }
 EMBED = pytest.mark.parametrize("subject", ["embed"], indirect=True)

@@ -16,7 +16,6 @@ of which 100 s are LOADs, 90 s certification, 85 s forwards at the target rates,
 from __future__ import annotations
 
 import json
-import platform
 import re
 import statistics
 import subprocess
@@ -43,20 +42,19 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import MAX_ITEMS, Err, Phase, Pooling
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from synapse_host.placement.probe import versions
 from tests.cuda import conftest as fixtures
 from tests.cuda.cases import CASES, SERVED, Case, case
-from tests.cuda.conftest import batch_of, cosines
 from tests.hardware import cuda_evidence, lanes
 from tests.hardware.cuda_evidence import judge
+from tests.hardware.record import Record
 from tests.support import toy_models
+from tests.support.rows import batch_of, cosines
 from tests.support.worker_client import Exchange, WorkerClient, module_worker, require_loaded
 
 # The driver keeps descriptors of its own from the first context to the end of the process.
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600), pytest.mark.leaks_allowed("descriptors")]
 
 ROOT = Path(__file__).parents[2]
-EVIDENCE = ROOT / "evidence"
 REFERENCE = ROOT / ".venv-reference/bin/python"
 """Where torch lives, if anywhere: beside onnxruntime in one process two sets of CUDA libraries would meet."""
 SOFTWARE = ("synapse-workers", "numpy", "onnx", "cuda-python", "nvidia-cublas", "nvidia-cuda-runtime")
@@ -65,36 +63,28 @@ TARGETS = {"minilm": 2_000_000, "modernbert": 700_000, "qwen3": 250_000}
 """Real tokens/s on an H200 (issue C). Recorded, and asserted only on that chip."""
 
 
-@pytest.fixture(scope="session")
-def evidence(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Record:
     """What the run found so far."""
     facts = binding.driver_facts(0)
-    engine = CudaEngine(WorkerOptions(device="cuda"))
-    return {
-        "engine": "owned-cuda",
-        "device": facts.device,
-        "driver_api": facts.driver_api,
-        "compute_capability": list(facts.capability or ()),
-        "onnxruntime": runtime_version(),
-        "software": {"python": platform.python_version()} | versions(SOFTWARE),
-        "kernel_revision": engine.identity().kernel_revision,
-        "os": platform.platform(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "passed": False,
-        "outcomes": {item.name: "not run" for item in request.session.items if item.path == Path(__file__)},
-        "results": {},
-    }
+    found = Record(
+        "cuda", SOFTWARE, chip=facts.device, driver_api=facts.driver_api, onnxruntime=runtime_version(),
+        compute_capability=list(facts.capability or ()),
+        kernel_revision=CudaEngine(WorkerOptions(device="cuda")).identity().kernel_revision,
+    )  # fmt: skip
+    found.expect(request)
+    return found
 
 
 @pytest.fixture(autouse=True)
-def written(evidence: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[None]:
+def written(record: Record, request: pytest.FixtureRequest) -> Iterator[None]:
     """Write the document after each test, with how it ended: figures alone don't say that a check failed."""
     started = time.perf_counter()
     yield
-    evidence["outcomes"][request.node.name] = dict(request.node.user_properties).get("outcome", "unknown")
-    evidence["passed"] = set(evidence["outcomes"].values()) == {"passed"}
-    evidence["results"].setdefault(request.node.name, {})["seconds"] = round(time.perf_counter() - started, 2)
-    cuda_evidence.write(evidence, EVIDENCE)
+    record.ended(request)
+    record.note(request.node.name, seconds=round(time.perf_counter() - started, 2))
+    cuda_evidence.require_gpu(record.chip)
+    record.write()
 
 
 Note = Callable[..., None]
@@ -102,10 +92,9 @@ BundleOf = Callable[[str], Bundle]
 
 
 @pytest.fixture
-def note(evidence: dict[str, Any], request: pytest.FixtureRequest) -> Note:
+def note(record: Record, request: pytest.FixtureRequest) -> Note:
     """Record figures under the test's name."""
-    figures: dict[str, Any] = evidence["results"].setdefault(request.node.name, {})
-    return figures.update
+    return partial(record.note, request.node.name)
 
 
 checkpoints, bundles, goldens = fixtures.checkpoints, fixtures.bundles, fixtures.goldens
@@ -291,7 +280,7 @@ def seconds(call: Callable[[], object], *, repeats: int = 5) -> float:
 
 @pytest.mark.parametrize("name", list(SERVED))
 def test_throughput(
-    name: str, open_model: Open, bundle_of: BundleOf, checkpoints: Any, note: Note, evidence: dict[str, Any]
+    name: str, open_model: Open, bundle_of: BundleOf, checkpoints: Any, note: Note, record: Record
 ) -> None:
     model, rows = open_model(bundle_of(name)), mixed(SERVED[name].vocab, 2048)
     rate = sum(map(len, rows)) / seconds(lambda: forward(model, rows))
@@ -304,7 +293,7 @@ def test_throughput(
     rival = torch_rate(checkpoints(name).folder, rows)
     ratio = rate / rival["tokens_per_s"] if "tokens_per_s" in rival else None
     note(torch_fp16_sdpa=rival, ratio_to_torch_fp16_sdpa=ratio)
-    judge(target="H200" not in evidence["device"] or rate >= TARGETS[name])
+    judge(target="H200" not in record.chip or rate >= TARGETS[name])
 
 
 def torch_rate(folder: Path, rows: list[list[int]], device: str = "cuda") -> dict[str, Any]:
@@ -401,7 +390,7 @@ def test_a_lost_device_is_answered_and_its_process_leaves(bundle_of: BundleOf, n
 
 
 @pytest.mark.parametrize("lane", ["embed", "rerank"])
-def test_certification(lane: str, note: Callable[..., None]) -> None:
+def test_certification(lane: str, note: Note) -> None:
     """The real models through a host and its worker, against their fp32 fixtures, as `synapse certify` does it."""
     summary = lanes.certified(lane, "cuda")
     note(**summary)

@@ -98,8 +98,6 @@ async def test_a_prompt_of_the_model_is_put_before_its_texts(bench: Bench) -> No
             ):
                 assert (await host.embed(model, texts, prompt=prompt))[0].tolist() == expected
                 assert (await host.embed_result(model, texts, prompt=prompt)).vectors[0].tolist() == expected
-                stream = host.embed_stream(model, texts, prompt=prompt)
-                assert [part.vectors[0].tolist() async for part in stream] == [expected] * (1 + (texts is many))
             with pytest.raises(InvalidRequest, match="doc, query, none"):
                 await host.embed("toy", texts, prompt="passage")
         assert (await host.embed_ids("toy", [[A]])).tolist() == [vector([A])], "ids are sent as they are"
@@ -166,28 +164,6 @@ async def test_many_rows_are_checked_and_cut_beside_the_loop(bench: Bench, monke
         await host.rerank("judge", "query", ["a"] * (encoders.CHUNK + 1))
         await host.rerank_ids("judge", [QUERY], rows)
         assert [name for name, _ in here].count("split") == 2 and not any(on_the_loop for _, on_the_loop in here)
-
-
-async def test_a_stream_reads_ahead_but_not_far(bench: Bench) -> None:
-    taken = 0
-
-    def texts() -> Any:
-        nonlocal taken
-        for number in range(5000):
-            taken += 1
-            yield WORDS[4 + number % 6]
-
-    async with bench.model("toy").host() as host:
-        seen = 0
-        async for part in host.embed_stream("toy", texts()):
-            assert len(part.vectors) <= 1024
-            for row in part.vectors.tolist()[:3]:
-                assert row == vector([CLS, 4 + seen % 6, SEP])
-                seen += 1
-            seen += len(part.vectors) - min(3, len(part.vectors))
-            # One chunk is being read while the last is served: memory stays bounded.
-            assert taken <= seen + 2 * 1024
-        assert seen == 5000
 
 
 async def test_a_chat_is_rendered_in_a_process_that_ends_with_the_host(bench: Bench) -> None:
@@ -266,8 +242,6 @@ async def test_local_refusals_start_no_worker(bench: Bench) -> None:
             *((UnknownModel, host.load(model)) for model in NO_NAMES),
             *((UnknownModel, host.unload(model)) for model in NO_NAMES),
             *((InvalidRequest, host.probe(lane)) for lane in NO_NAMES),
-            *((InvalidRequest, anext(host.embed_stream("toy", texts))) for texts in ("abc", b"abc", 5, np.array("x"))),
-            *((InvalidRequest, anext(host.embed_stream("toy", ["a"], offset=offset))) for offset in ("1", 1.5)),
             (InvalidRequest, host.embed_ids("toy", np.array(3))),
             (InvalidRequest, host.embed("toy", ["a"], lane=np.array(["a", "b"]))),
             *((InvalidRequest, host.generate("writer", "a", max_tokens=n)) for n in (0, -1, True, "3", 2**32)),
@@ -418,18 +392,10 @@ def test_the_sync_host_makes_the_same_calls(bench: Bench) -> None:
         assert host.health()["lanes"]["embed"]["worker_pid"] is not None
         assert host.explain("embed")[0]["placement"] == "scripted"
         assert host.ping("toy")["models"] == ["toy"]
-        parts = list(host.embed_stream("toy", (text for text in ["a"] * 1025)))
-        assert [len(part.vectors) for part in parts] == [1024, 1]
-        stream = host.embed_stream("toy", ["a"] * 3000)
-        assert len(next(stream).vectors) == 1024
-        stream.close()
-        left = host.embed_stream("toy", ["a"] * 3000)
-        next(left)
         with pytest.raises(UnknownModel):
             host.embed("other", ["a"])
         host.probe("embed")
         host.unload("toy")
-    left.close()
 
 
 def test_the_sync_host_has_every_call_of_the_host_with_the_same_arguments() -> None:

@@ -36,6 +36,11 @@ def test_every_engine_and_model_once_and_engines_that_no_lane_names(tmp_path: Pa
     ]  # fmt: skip
     assert "onnx-cpu-int8" in wide.lanes["embed"].engines and "onnx-cpu-int8" not in matrix.lanes["embed"].engines
     assert "onnx-cpu-int8" not in wide.lanes["generate"].engines
+    # A lane may have any name, also another task's.
+    names = {"rerank": "embed", "mine": "rerank"}
+    lanes = {name: msgspec.structs.replace(matrix.lanes[of], id=name) for name, of in names.items()}
+    _, renamed = orders.possible(msgspec.structs.replace(matrix, lanes=lanes), bundles, profile)
+    assert "onnx-cpu-int8" in renamed.lanes["mine"].engines
     # Without the instructions, or without the engine's library, there is nothing to order.
     plain = dataclasses.replace(profile, cpu_features=frozenset(), floors={"llama:cpu": floors["llama:cpu"]})
     assert {order.engine for order in orders.possible(matrix, bundles, plain)[0]} == {"llama-cpu"}

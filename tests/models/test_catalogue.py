@@ -13,8 +13,10 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +59,8 @@ def write_wheel(folder: Path, checkpoint: Path) -> Path:
 
 def make_quickly(name: str, recipe: Recipe, files: Path, out: Path, progress: builder.Progress) -> None:
     """One conversion instead of three."""
-    overrides = {"license": recipe.license, "source": recipe.source}
-    formats = ("safetensors-package",)
-    builder.build(files, out, formats=formats, dtypes={}, model_id=name, overrides=overrides, progress=progress)
+    options = {"overrides": {"license": recipe.license, "source": recipe.source}, "progress": progress}
+    builder.build(files, out, formats=["safetensors-package"], dtypes={}, model_id=name, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Reci
         wheel=WHEEL,
         nbytes=wheel.stat().st_size,
         sha256=sha(wheel.read_bytes()),
-        files={f"toy_synapse_model/{name}": (name, sha((checkpoint / name).read_bytes())) for name in FILES},
+        folder="toy_synapse_model",
+        files={name: sha((checkpoint / name).read_bytes()) for name in FILES},
     )
     yield root, Recipe(package=package, task="embed", make=make_quickly, license="MIT")
 
@@ -117,6 +119,7 @@ def no_program(*_: object, **__: object) -> None:
 
 def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
+    monkeypatch.setattr(recipes, "shipped_fixtures", lambda name: Path(__file__))
     seen: dict[str, list[tuple[int, int]]] = {}
     bundle = catalogue.install(
         "toy", tmp_path, progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
@@ -139,6 +142,10 @@ def test_a_default_is_fetched_checked_and_built(toy: Recipe, tmp_path: Path, mon
         counts = [done for done, _ in steps]
         assert counts == sorted(counts)
         assert steps[-1][0] == steps[-1][1] > 0
+    shipped = bundle.path("fixtures.npz")
+    assert shipped.read_bytes() == Path(__file__).read_bytes()
+    shipped.write_bytes(b"")
+    assert len(builder.verify(bundle)) == 1
 
 
 def test_the_second_use_starts_nothing_and_reads_the_manifest_only(
@@ -152,36 +159,27 @@ def test_the_second_use_starts_nothing_and_reads_the_manifest_only(
 
 def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    inside = threading.Event()
+    inside, waited = threading.Event(), threading.Event()
 
-    def make(name: str, recipe: Recipe, files: Path, out: Path, progress: builder.Progress) -> None:
+    def make(name: str, *more: Any) -> None:
         made.append(name)
         inside.set()
         waited.wait(30)
-        make_quickly(name, recipe, files, out, progress)
+        make_quickly(name, *more)
 
-    waited = threading.Event()
+    def install() -> str:
+        def report(stage: str, done: int, total: int) -> None:
+            if stage == "waiting for another process":
+                waited.set()
 
-    def report(stage: str, done: int, total: int) -> None:
-        if stage == "waiting for another process":
-            waited.set()
+        return catalogue.install("toy", tmp_path, progress=report).digest
 
     monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=make)})
-    results: list[str] = []
-
-    def install() -> None:
-        results.append(catalogue.install("toy", tmp_path, progress=report).digest)
-
-    threads = [threading.Thread(target=install) for _ in range(2)]
-    threads[0].start()
-    assert inside.wait(60)
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    assert waited.is_set()
-    assert made == ["toy"]
-    assert len(results) == 2
-    assert len(set(results)) == 1
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(install)
+        assert inside.wait(60)
+        assert pool.submit(install).result(60) == first.result(60)
+    assert waited.is_set() and made == ["toy"]
 
 
 def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path) -> None:
@@ -209,18 +207,6 @@ def test_a_failing_build_leaves_nothing_and_the_old_bundle_stays(
     assert manifest.read(tmp_path / "toy").digest == installed.digest
 
 
-def test_shipped_fixtures_travel_with_the_bundle(toy: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, make=recipes.make_embedder)})
-    monkeypatch.setattr(recipes, "_formats", lambda: ("safetensors-package",))
-    monkeypatch.setattr(recipes, "shipped_fixtures", lambda name: Path(__file__))
-    bundle = catalogue.install("toy", tmp_path)
-    assert bundle.manifest.fixtures is not manifest.UNSET
-    assert bundle.path(bundle.manifest.fixtures.path).read_bytes() == Path(__file__).read_bytes()
-    assert builder.verify(bundle) == []
-    bundle.path(bundle.manifest.fixtures.path).write_bytes(b"")
-    assert len(builder.verify(bundle)) == 1
-
-
 def relabel(bundle: manifest.Bundle, source: str) -> None:
     """Write another origin into a bundle's manifest."""
     file = bundle.path("manifest.json")
@@ -228,11 +214,7 @@ def relabel(bundle: manifest.Bundle, source: str) -> None:
 
 
 async def test_what_another_recipe_made_serves_as_it_is_until_it_is_installed_anew(
-    toy: Recipe,
-    installed: manifest.Bundle,
-    shelf: tuple[Path, Recipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    toy: Recipe, installed: manifest.Bundle, shelf: tuple[Path, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = installed
     relabel(bundle, "toy-synapse-model==0.9 recipe 0")
@@ -277,8 +259,7 @@ def test_another_digest_than_the_pinned_one_is_refused(
     if part == "wheel":
         package = replace(package, sha256="0" * 64)
     else:
-        inner = "toy_synapse_model/config.json"
-        package = replace(package, files={**package.files, inner: ("config.json", "0" * 64)})
+        package = replace(package, files={**package.files, "config.json": "0" * 64})
     monkeypatch.setattr(catalogue, "DEFAULTS", {"toy": replace(toy, package=package)})
     with pytest.raises(BundleInvalid, match="pinned is sha256:000") as caught:
         catalogue.install("toy", tmp_path)
@@ -366,13 +347,10 @@ def test_no_name_leads_to_what_is_being_built_or_out_of_the_folder(
     assert catalogue.locate(name, folder) is None
 
 
-def test_a_bundle_may_be_given_as_a_folder(installed: manifest.Bundle, tmp_path: Path) -> None:
-    assert catalogue.obtain(str(installed.root), tmp_path / "models").digest == installed.digest
-
-
 def test_other_bundles_in_the_folder_are_found_and_kept(
     installed: manifest.Bundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert catalogue.obtain(str(installed.root), tmp_path / "models").digest == installed.digest  # given as a folder
     shutil.copytree(installed.root, tmp_path / "mine")
     (tmp_path / "notes").mkdir()
     assert catalogue.installed(tmp_path) == {"mine": tmp_path / "mine", "toy": tmp_path / "toy"}
@@ -396,22 +374,21 @@ def test_a_folder_that_cannot_be_made(toy: Recipe, tmp_path: Path) -> None:
 PACKAGES = (("safetensors-package", "f32"), ("safetensors-package", "int8"))
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "artifacts"),
-    [
-        (
-            "minilm",
-            {"family": "bert", "task": "embed", "dims": 384, "max_tokens": 256, "pooling": "mean", "normalize": True},
-            [("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), *PACKAGES],
-        ),
-        (
-            "ms-marco",
-            {"family": "bert", "task": "rerank", "dims": 1, "max_tokens": 512, "score": "sigmoid", "token_types": True},
-            [("gguf", "f16"), ("gguf", "f32"), *PACKAGES],
-        ),
-        ("smollm2", {"family": "llama", "task": "generate", "dims": 576, "max_tokens": 8192}, [("gguf", "q4_1")]),
-    ],
-)
+BERT_IDS = {"cls": 101, "sep": 102, "bos": 101, "eos": 102, "pad": 0, "unk": 100, "mask": 103}
+DEFAULT: list[tuple[str, dict[str, object], list[tuple[str, str]]]] = [
+    ("minilm", {"family": "bert", "task": "embed", "dims": 384, "max_tokens": 256, "pooling": "mean",
+                "normalize": True, "special_ids": BERT_IDS},
+     [("gguf", "f16"), ("gguf", "bf16"), ("gguf", "f32"), *PACKAGES]),
+    ("ms-marco", {"family": "bert", "task": "rerank", "dims": 1, "max_tokens": 512, "score": "sigmoid",
+                  "token_types": True, "special_ids": BERT_IDS},
+     [("gguf", "f16"), ("gguf", "f32"), *PACKAGES]),
+    ("smollm2", {"family": "llama", "task": "generate", "dims": 576, "max_tokens": 8192,
+                 "special_ids": {"bos": 1, "eos": 2, "pad": 2, "unk": 0}},
+     [("gguf", "q4_1")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "expected", "artifacts"), DEFAULT)
 def test_the_default_bundles_are_what_their_manifests_say(
     default_bundle: Callable[[str], manifest.Bundle],
     name: str,
@@ -423,23 +400,15 @@ def test_the_default_bundles_are_what_their_manifests_say(
     assert [(a.format, a.dtype) for a in bundle.manifest.artifacts] == artifacts
     assert bundle.manifest.license == "Apache-2.0"
     assert bundle.manifest.tokenizer is not manifest.UNSET
-    assert bundle.manifest.fixtures is not manifest.UNSET
-    assert len(fixtures.read(bundle.path(bundle.manifest.fixtures.path))) >= 256
+    assert len(fixtures.read(bundle.path("fixtures.npz"))) >= 256
     assert builder.verify(bundle) == []
-    if name == "smollm2":
-        assert "<|im_start|>" in str(bundle.manifest.chat_template)
-        assert bundle.manifest.special_ids == {"bos": 1, "eos": 2, "pad": 2, "unk": 0}
-    else:
-        assert bundle.manifest.special_ids == {
-            "cls": 101, "sep": 102, "bos": 101, "eos": 102, "pad": 0, "unk": 100, "mask": 103,
-        }  # fmt: skip
+    assert ("<|im_start|>" in str(bundle.manifest.chat_template)) == (name == "smollm2")
 
 
 def test_texts_become_the_vectors_of_the_reference(default_bundle: Callable[[str], manifest.Bundle]) -> None:
     """Text to vector through a host, against what transformers computed of the same texts."""
     bundle = default_bundle("minilm")
-    assert bundle.manifest.fixtures is not manifest.UNSET
-    known = fixtures.read(bundle.path(bundle.manifest.fixtures.path))
+    known = fixtures.read(bundle.path("fixtures.npz"))
     with SyncHost.open(models={"minilm": bundle.root}) as host:
         vectors = host.embed("minilm", known.texts[:64])
     assert (vectors * known.vectors[:64]).sum(1).min() > 0.999

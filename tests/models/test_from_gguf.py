@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines.bundle import manifest
@@ -15,7 +16,8 @@ from engines.bundle.manifest import UNSET, Bundle
 from synapse_host.errors import BundleInvalid, InvalidRequest
 from synapse_host.models import builder, from_gguf
 from synapse_host.text.tokenizer import TextTokenizer
-from tests.support import toy_models
+from tests.support import toy_families, toy_models
+from tests.support.served import ENGINES, rows, serve
 from tests.support.toy_gguf import build_toy, rewrite
 
 pytest.importorskip("llama_cpp")
@@ -43,9 +45,9 @@ def sentencepiece(folder: Path, **changes: Any) -> Path:
     return byte_level(folder, "spm", **words, **{f"{T}scores": [-float(n) for n in range(320)]}, **changes)
 
 
-def encoder(folder: Path, kind: str, **changes: Any) -> Path:
-    """A small BERT with a vocabulary of WordPiece's or SentencePiece's Unigram kind."""
-    toy = build_toy(folder, "bert-toy", toy_models.write_bert)
+def encoder(folder: Path, kind: str, write: Callable[..., Path] = toy_models.write_bert, **changes: Any) -> Path:
+    """A small encoder with a vocabulary of WordPiece's or SentencePiece's Unigram kind."""
+    toy = build_toy(folder, "encoder-toy", write)
     entries = json.loads((toy.checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
     marked = [t if t[0] == "[" else t[2:] if t.startswith("##") else f"\u2581{t}" for t in entries]
     tokens = marked if kind == "bert" else [*SPECIALS, "\u2581", *dict.fromkeys(marked[5:])]
@@ -116,9 +118,12 @@ def test_sentencepiece_joins_by_scores(tmp_path: Path, prefixed: bool) -> None:
     assert tokenizer.prompt("e").ids.tolist()[0] == 1
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_an_encoder_embeds(tmp_path: Path, kind: str) -> None:
-    bundle = make(encoder(tmp_path, kind))
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [("bert", toy_models.write_bert), ("t5", toy_models.write_bert), ("bert", toy_families.write_nomic)],
+)
+def test_an_encoder_embeds(tmp_path: Path, kind: str, write: Callable[..., Path]) -> None:
+    bundle = make(encoder(tmp_path, kind, write))
     assert (bundle.manifest.task, bundle.manifest.pooling, bundle.manifest.normalize) == ("embed", "mean", True)
     assert bundle.manifest.chat_template is UNSET
     tokenizer = TextTokenizer(bundle)
@@ -127,6 +132,10 @@ def test_an_encoder_embeds(tmp_path: Path, kind: str) -> None:
     assert [tokenizer.token(id).strip("\u2581") for id in ids] == ["the", "cat"]
     specials = [0, 2, 3, 4] if kind == "bert" else [1, 2]
     assert not set(specials) & set(tokenizer.literal("<s> the </s> cat"))
+    toy = "bert" if write is toy_models.write_bert else "nomic"
+    goldens = np.load(Path(__file__).parents[1] / "goldens" / ("toys.npz" if toy == "bert" else "families.npz"))
+    vectors = serve(bundle.root, lambda host: host.embed_ids("toy", rows(goldens, toy)))
+    assert np.abs(vectors - goldens[f"{toy}.out"]).max() < ENGINES["gguf"][1]
 
 
 def test_a_decoder_embeds_where_it_is_said(tmp_path: Path) -> None:

@@ -7,14 +7,7 @@ import pytest
 from engines import machine
 from synapse_host.placement import hardware
 
-
-def quota(tmp_path: Path, cgroup: str, files: dict[str, str]) -> float | None:
-    (tmp_path / "cgroup").write_text(cgroup)
-    for name, text in files.items():
-        file = tmp_path / "fs" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return machine.cpu_quota(root=tmp_path / "fs", membership=tmp_path / "cgroup")
+PERIOD = {f"{controller}/x/cpu.cfs_period_us": "100000" for controller in ("cpu", "cpu,cpuacct")}
 
 
 @pytest.mark.parametrize(
@@ -26,19 +19,20 @@ def quota(tmp_path: Path, cgroup: str, files: dict[str, str]) -> float | None:
         ("0::/a/b\n", {"a/b/cpu.max": "50000 100000\n", "a/cpu.max": "max 100000\n"}, 0.5),
         ("0::/\n", {"cpu.max": "rubbish"}, None),
         ("0::/\n", {}, None),
-        (
-            "3:cpu,cpuacct:/x\n",
-            {"cpu,cpuacct/x/cpu.cfs_quota_us": "300000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
-            3.0,
-        ),
-        ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
-        ("3:memory:/x\n", {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpu,cpuacct:/x\n", {"cpu,cpuacct/x/cpu.cfs_quota_us": "300000", **PERIOD}, 3.0),
+        ("3:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", **PERIOD}, None),
+        ("3:memory:/x\n", {"cpu/x/cpu.cfs_quota_us": "100000", **PERIOD}, None),
     ],
 )
 def test_the_quota_is_the_smallest_on_the_way_up(
     tmp_path: Path, cgroup: str, files: dict[str, str], expected: float | None
 ) -> None:
-    assert quota(tmp_path, cgroup, files) == expected
+    (tmp_path / "cgroup").write_text(cgroup)
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert machine.cpu_quota(root=tmp_path / "fs", membership=tmp_path / "cgroup") == expected
 
 
 def test_cores_are_rounded_down_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

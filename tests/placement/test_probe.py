@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from synapse_host.placement.probe import Floor, FloorCache
 from tests.support.lanes import alive
 
 GOOD = '{"status": "ok", "code": "ok", "required": {}, "observed": {"driver_api": 13000}}'
+
+REFUSED = '{"status": "refused", "code": "cuda_no_driver", "required": {}, "observed": null}'
 
 
 def script(tmp_path: Path, body: str) -> tuple[str, ...]:
@@ -25,12 +28,7 @@ def script(tmp_path: Path, body: str) -> tuple[str, ...]:
     ("body", "status", "code", "words"),
     [
         (f"print('{GOOD}')", "ok", "ok", ""),
-        (
-            'print(\'{"status": "refused", "code": "cuda_no_driver", "required": {}, "observed": null}\'); sys.exit(2)',
-            "refused",
-            "cuda_no_driver",
-            "",
-        ),
+        (f"print('{REFUSED}'); sys.exit(2)", "refused", "cuda_no_driver", ""),
         ("os.kill(os.getpid(), 4)", "failed", "probe_crashed", "SIGILL"),
         ("print('boom', file=sys.stderr, flush=True); os.abort()", "failed", "probe_crashed", "SIGABRT: boom"),
         ("raise SystemExit('no such module')", "failed", "probe_crashed", "status 1: no such module"),
@@ -130,25 +128,19 @@ def test_a_refusal_is_forgotten_once_something_is_installed_or_set(
     def kept() -> bool:
         return FloorCache(tmp_path / "c", "boot").get("cuda", "cuda") == refused
 
-    def install() -> None:
-        (site / "nvidia_cublas-13.0.dist-info").mkdir()
-
-    def install_again() -> None:
-        os.utime(site / "nvidia_cublas-13.0.dist-info", (1, 1))
-
-    def set_library_path() -> None:
-        monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
-
-    def set_python() -> None:
-        monkeypatch.setenv("SYNAPSE_PYTHON", sys.executable)
-
-    for change in (install, install_again, set_library_path, set_python):
+    wheel = site / "nvidia_cublas-13.0.dist-info"
+    changes: dict[str, Callable[[], object]] = {
+        "install": wheel.mkdir,
+        "install again": lambda: os.utime(wheel, (1, 1)),
+        "set the library path": lambda: monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64"),
+        "set Python": lambda: monkeypatch.setenv("SYNAPSE_PYTHON", sys.executable),
+    }
+    for name, change in changes.items():
         FloorCache(tmp_path / "c", "boot").put("cuda", "cuda", refused)
-        assert kept()
-        monkeypatch.setenv("EDITOR", change.__name__)  # what no probe sees changes nothing
+        monkeypatch.setenv("EDITOR", name)  # what no probe sees changes nothing
         assert kept()
         change()
-        assert not kept(), change.__name__
+        assert not kept(), name
 
 
 def test_a_broken_cache_is_no_cache(tmp_path: Path) -> None:
@@ -158,10 +150,9 @@ def test_a_broken_cache_is_no_cache(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"x": 1}'):
         file.write_text(text)
         assert cache.get("llama", "cpu") is None
-    for place in (Path("/proc/nowhere"), None):
-        unwritable = FloorCache(place, "boot")
-        unwritable.put("llama", "cpu", Floor("ok", "ok"))
-        assert unwritable.get("llama", "cpu") is None
+    unwritable = FloorCache(Path("/proc/nowhere"), "boot")
+    unwritable.put("llama", "cpu", Floor("ok", "ok"))
+    assert unwritable.get("llama", "cpu") is None
 
 
 @pytest.mark.process

@@ -26,8 +26,8 @@ from engines.bundle import manifest
 from engines.cuda.engine import CudaEngine
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from tests.cuda.conftest import batch_of
 from tests.support.owned_bundle import load_request
+from tests.support.rows import batch_of
 
 runtime = ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
 

@@ -1,8 +1,11 @@
-"""The worker process over its socket: LOAD, requests, UNLOAD, a second LOAD, SHUTDOWN; and a device that is lost."""
+"""The worker process: its floor; LOAD, requests, UNLOAD, a second LOAD and SHUTDOWN; and a device that is lost."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from engines.bundle.manifest import FILE_NAME, Bundle
 from engines.protocol.messages import Loaded, Message, Pooling, RerankSequences, Segment, Unloaded
+from tests.rehearsal import libraries
 from tests.rehearsal.conftest import Bundles, Environment, Rehearse, case
 from tests.rehearsal.test_path import CAPABILITIES, EMBED, LEFT, RERANK, USUAL
 from tests.support.worker_client import Exchange, WorkerClient, ids_bytes, module_worker, require_loaded
@@ -108,3 +112,24 @@ def test_a_lost_device_is_answered_and_the_process_leaves(
 
 def lost(reply: Message) -> bool:
     return str(getattr(reply, "msg", "")).startswith("the CUDA context is lost: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"CUDASHIM_CC": "12.1"}, "ok"),
+        ({"CUDASHIM_DRIVER_API": "12080"}, "cuda_driver_too_old"),
+        ({"without": "libcublas.so.13"}, "cuda_runtime_missing:libcublas.so.13"),
+        ({"without": "libcuda.so.1"}, "cuda_no_driver"),
+    ],
+)
+def test_the_probes_verdict(settings: dict[str, str], code: str, stubs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "libraries"
+    shutil.copytree(stubs, folder)
+    if (missing := settings.get("without")) is not None:
+        (folder / missing).unlink()
+    env = libraries.environment(folder, **{key: value for key, value in settings.items() if key != "without"})
+    command = [sys.executable, "-m", "engines.cuda", "--probe-floor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert json.loads(done.stdout)["code"] == code
+    assert done.returncode == (0 if code == "ok" else 2)

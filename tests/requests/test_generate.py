@@ -77,7 +77,8 @@ def tell(tmp_path: Path) -> Callable[..., Any]:
         folder = write_bundle(
             tmp_path / "w", model_id="w", task="generate", of_bytes=True, **{"max_tokens": 4096, **(bundle or {})}
         )
-        matrix = write_matrix(tmp_path, {"story": BYTES.hex(), "rules": list(rules), **options}, runtime_config=config)
+        script = {"story": BYTES.hex(), "rules": list(rules), **options}
+        matrix = write_matrix(tmp_path, script, runtime_config=config or {})
 
         async def main() -> Any:
             found = HostConfig(slice=slice, shutdown_grace=5, queue_limit=2)

@@ -33,8 +33,8 @@ def fleet(*workers: str, limits: Limits | None = None) -> Residency:
     core = Residency(limits)
     for worker in workers or ("a",):
         ticket = ask(core, worker)
-        assert core.take() == [Revive(worker, 0)]
-        core.restored(worker, 1)
+        assert core.take() == [Revive(worker)]
+        core.restored(worker)
         assert core.take() == [Granted(ticket)]
         core.release(ticket)
     return core
@@ -52,7 +52,7 @@ def admit(core: Residency, wanted: Key) -> int:
     ticket = core.request(wanted, 0)
     for action in core.take():
         if isinstance(action, Admit):
-            core.admitted(action.slot, action.generation)
+            core.admitted(action.slot)
     core.take()
     assert core.tickets[ticket].slot is not None
     return ticket
@@ -67,7 +67,7 @@ def exhausted(core: Residency, wanted: Key) -> tuple[int, Admit]:
     """Request *wanted* and let the worker say that it is out of resources."""
     ticket = core.request(wanted, 0)
     admission = only(core, Admit)
-    core.admit_failed(admission.slot, 1, 0, exhausted=True)
+    core.admit_failed(admission.slot, 0, exhausted=True)
     return ticket, admission
 
 
@@ -77,8 +77,8 @@ def exhausted(core: Residency, wanted: Key) -> tuple[int, Admit]:
 def test_what_load_brings_and_what_compiles_is_charged_before_it_is_sent() -> None:
     core = Residency()
     ask(core, "a")
-    assert charged(core) == (1, 22, 300) and core.take() == [Revive("a", 0)]
-    core.restored("a", 1)
+    assert charged(core) == (1, 22, 300) and core.take() == [Revive("a")]
+    core.restored("a")
     for tokens in (256, 512, 1024):
         core.request(key(tokens), 0)
     assert charged(core) == (4, 88, 1200)
@@ -91,7 +91,7 @@ def test_what_load_brings_and_what_compiles_is_charged_before_it_is_sent() -> No
 def test_a_shape_larger_than_the_whole_budget_is_refused_at_once(limits: Limits) -> None:
     core = Residency(limits)
     ticket = ask(core, "a")
-    assert core.take() == [Refused(ticket, Refusal.NEVER_FITS)]
+    assert core.take() == [Refused(ticket, Refusal.NEVER_FITS, key(128))]
 
 
 def test_waiters_are_served_fifo_as_leases_end_and_only_the_lru_unleased_shape_is_evicted() -> None:
@@ -104,15 +104,13 @@ def test_waiters_are_served_fifo_as_leases_end_and_only_the_lru_unleased_shape_i
     victim = only(core, Evict)
     assert victim.key == key(1024), "released first, so least recently used"
     assert charged(core)[1] == 88
-    core.evicted(victim.slot, 2)
-    assert core.take() == [], "an answer of another generation refunds nothing"
-    core.evicted(victim.slot, 1)
+    core.evicted(victim.slot)
     admission, following = core.take()
     assert isinstance(admission, Admit) and admission.key == key(2048)
     assert isinstance(following, Evict) and following.key == key(512)
-    core.admitted(admission.slot, 1)
+    core.admitted(admission.slot)
     assert core.take() == [Granted(first)]
-    core.evicted(following.slot, 1)
+    core.evicted(following.slot)
     assert only(core, Admit).key == key(4096) and second in core.tickets
 
 
@@ -126,8 +124,8 @@ def test_the_smallest_rung_goes_last_and_a_model_at_its_own_cap_makes_room_itsel
         core.request(key(wanted), 0)
         victim = only(core, Evict)
         assert victim.key == key(gone)
-        core.evicted(victim.slot, 1)
-        core.admitted(only(core, Admit).slot, 1)
+        core.evicted(victim.slot)
+        core.admitted(only(core, Admit).slot)
         core.take()
 
 
@@ -139,20 +137,9 @@ def test_admission_wait_deadline_is_transient_and_cleans_queue() -> None:
     core.expire(10 + ADMISSION_WAIT_S - 0.1)
     assert core.take() == []
     core.expire(10 + ADMISSION_WAIT_S)
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED)]
+    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, key(2048))]
     core.release(held[128])
     assert core.take() == [] and core.next_expiry() is None, "nobody waits, so nothing is evicted"
-
-
-def test_an_admission_that_nobody_waits_for_any_more_is_withdrawn() -> None:
-    core = fleet()
-    left, stays = core.request(key(256), 0), core.request(key(512), 0)
-    first, second = core.take()
-    core.release(left)
-    assert isinstance(first, Admit) and not core.wanted(first.slot)
-    assert isinstance(second, Admit) and core.wanted(second.slot) and stays in core.tickets
-    core.withdrawn(first.slot, 1)
-    assert charged(core)[0] == 2 and core.take() == []
 
 
 def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease() -> None:
@@ -169,31 +156,28 @@ def test_a_resident_shape_bypasses_the_queue_unless_the_head_waits_for_a_lease()
 # --- exhaustion ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(again: bool) -> None:
+@pytest.mark.parametrize("then", ["admitted", "exhausted", "the eviction fails"])
+def test_resource_exhaustion_evicts_cross_worker_lru_and_retries_once(then: str) -> None:
     core = fleet("b", "a")
     lease = admit(core, key(128))
     ticket, first = exhausted(core, key(512))
     victim = only(core, Evict)
     assert victim.key == key(128, "b")
-    core.evicted(victim.slot, 1)
+    if then == "the eviction fails":
+        core.evict_failed(victim.slot, 0)
+        assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, key(512)), Restart("b")]
+        return
+    core.evicted(victim.slot)
     assert only(core, Admit).slot == first.slot
-    if not again:
-        core.admitted(first.slot, 1)
+    if then == "admitted":
+        core.admitted(first.slot)
         assert core.take() == [Granted(ticket)]
         return
-    core.admit_failed(first.slot, 1, 0, exhausted=True)
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot)], "leases drain before the restart"
+    core.admit_failed(first.slot, 0, exhausted=True)
+    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, key(512))], "leases drain before the restart"
     assert charged(core)[0] == 2, "charged until the exit is confirmed"
     core.release(lease)
-    assert core.take() == [Restart("a", 1)]
-
-
-def test_failed_resource_victim_eviction_recovers_without_waiting_on_its_own_admission() -> None:
-    core = fleet()
-    ticket, first = exhausted(core, key(512))
-    core.evict_failed(only(core, Evict).slot, 1, 0)
-    assert core.take() == [Refused(ticket, Refusal.EXHAUSTED, first.slot), Restart("a", 1)]
+    assert core.take() == [Restart("a")]
 
 
 # --- recovery --------------------------------------------------------------------------------------------------------
@@ -204,23 +188,17 @@ def test_a_fault_restarts_once_and_the_replacement_starts_when_the_exit_is_confi
     core.release(admit(core, key(256)))
     for now in (0, 0, 5):
         core.fault("a", 1, now)
-    assert core.take() == [Restart("a", 1)] and charged(core)[0] == 2, "nothing is refunded before the exit"
+    assert core.take() == [Restart("a")] and charged(core)[0] == 2, "nothing is refunded before the exit"
     waiting = core.request(key(128), 0)
     core.expire(1.0)
     assert core.take() == []
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)] and charged(core) == (1, 22, 300), "what its LOAD brings back"
-    core.restored("a", 2)
+    core.exited("a")
+    assert core.take() == [Revive("a")] and charged(core) == (1, 22, 300), "what its LOAD brings back"
+    core.restored("a")
     assert core.take() == [Granted(waiting)] and resident(core, "a") == {key(128)}
-    before = charged(core)
+    core.release(waiting)
     core.fault("a", 1, 9)
-    core.exited("a", 1)
-    core.unconfirmed("a", 1)
-    for generation in (1, 2):
-        core.revive_failed("a", generation)
-    assert core.take() == [] and charged(core) == before, "an earlier generation's reports change nothing"
-    lease = core.request(key(128), 0)
-    assert core.take() == [Granted(lease)]
+    assert core.take() == [], "of an earlier generation"
 
 
 def test_err_ack_restarts_the_worker_when_the_last_exchange_ended_and_resumes_waiters() -> None:
@@ -229,15 +207,15 @@ def test_err_ack_restarts_the_worker_when_the_last_exchange_ended_and_resumes_wa
     admission = only(core, Admit)
     waiting = core.request(key(1024), 0)
     other = only(core, Admit)
-    core.admit_failed(admission.slot, 1, 0, exhausted=False)
-    assert core.take() == [Refused(asked, Refusal.FAILED, admission.slot)], "another exchange is still on the wire"
-    core.admitted(other.slot, 1)
-    assert core.take() == [Restart("a", 1)], "no lease is granted on a worker that recovers"
-    core.exited("a", 1)
+    core.admit_failed(admission.slot, 0, exhausted=False)
+    assert core.take() == [Refused(asked, Refusal.FAILED, key(512))], "another exchange is still on the wire"
+    core.admitted(other.slot)
+    assert core.take() == [Restart("a")], "no lease is granted on a worker that recovers"
+    core.exited("a")
     core.take()
-    core.restored("a", 2)
+    core.restored("a")
     again = only(core, Admit)
-    core.admitted(again.slot, 2)
+    core.admitted(again.slot)
     assert core.take() == [Granted(waiting)] and resident(core, "a") == {key(128), key(1024)}
 
 
@@ -247,14 +225,12 @@ def test_exit_confirmation_timeout_retains_reservations_and_never_spawns_replace
     core.take()
     core.fault("a", 1, 0)
     core.take()
-    core.unconfirmed("a", 1)
-    assert core.take() == [Refused(waiting, Refusal.CLOSED)] and charged(core)[1] == 44
+    core.unconfirmed("a")
+    assert core.take() == [Refused(waiting, Refusal.CLOSED, key(256))] and charged(core)[1] == 44
     late = core.request(key(128), 1)
-    assert core.take() == [Refused(late, Refusal.CLOSED)]
+    assert core.take() == [Refused(late, Refusal.CLOSED, key(128))]
     ask(core, "b")
     assert core.take() == [], "the process may be alive"
-    core.exited("a", 1)
-    assert core.take() == [Revive("b", 0)], "a late confirmation refunds"
 
 
 def test_drain_timeout_forces_confirmed_exit_and_reopens_worker() -> None:
@@ -263,12 +239,12 @@ def test_drain_timeout_forces_confirmed_exit_and_reopens_worker() -> None:
     core.fault("a", 1, 100)
     assert core.take() == [] and core.next_expiry() == 100 + DRAIN_S
     core.expire(100 + DRAIN_S)
-    assert core.take() == [Restart("a", 1)]
+    assert core.take() == [Restart("a")]
     ticket = core.request(key(128), 0)
-    core.exited("a", 1)
+    core.exited("a")
     core.take()
     core.release(lease)
-    core.restored("a", 2)
+    core.restored("a")
     assert core.take() == [Granted(ticket)]
 
 
@@ -276,10 +252,10 @@ def test_a_worker_that_does_not_come_up_refuses_its_waiters_and_the_next_request
     core = Residency()
     waiting = ask(core, "a")
     core.take()
-    core.revive_failed("a", 0)
-    assert core.take() == [Refused(waiting, Refusal.FAILED)] and charged(core) == (0, 0, 0)
+    core.revive_failed("a")
+    assert core.take() == [Refused(waiting, Refusal.FAILED, key(128))] and charged(core) == (0, 0, 0)
     core.request(key(256), 0)
-    assert core.take() == [Revive("a", 0)]
+    assert core.take() == [Revive("a")]
 
 
 def test_a_replacement_goes_before_tickets_that_wait_for_room() -> None:
@@ -288,8 +264,8 @@ def test_a_replacement_goes_before_tickets_that_wait_for_room() -> None:
     core.request(key(128), 0)
     waiting = core.request(key(256, "b"), 0)
     core.take()
-    core.exited("a", 1)
-    assert core.take() == [Revive("a", 1)] and waiting in core.tickets
+    core.exited("a")
+    assert core.take() == [Revive("a")] and waiting in core.tickets
 
 
 def test_a_parked_worker_goes_when_its_last_exchange_ended_and_stays_down_until_its_next_request() -> None:
@@ -299,14 +275,14 @@ def test_a_parked_worker_goes_when_its_last_exchange_ended_and_stays_down_until_
     core.park("a", 0)
     core.release(ticket)
     assert core.take() == [], "its admission is still on the wire"
-    core.admitted(admission.slot, 1)
-    assert core.take() == [Restart("a", 1)]
-    core.exited("a", 1)
+    core.admitted(admission.slot)
+    assert core.take() == [Restart("a")]
+    core.exited("a")
     core.park("a", 0)
     core.expire(1e9)
     assert core.take() == [] and charged(core) == (0, 0, 0) and not core.busy("a")
     core.request(key(128), 0)
-    assert core.take() == [Revive("a", 1)] and core.busy("a")
+    assert core.take() == [Revive("a")] and core.busy("a")
 
 
 def test_a_lease_is_given_back_once() -> None:

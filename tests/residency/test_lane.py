@@ -13,45 +13,32 @@ import msgspec
 import pytest
 
 from engines.bundle import manifest
-from engines.bundle.manifest import Artifact, Function
 from engines.protocol.messages import ANE_ENGINE, Pooling
 from synapse_host.config import HostConfig, Windows
 from synapse_host.errors import (
     AneLaneBusy,
-    BundleInvalid,
     DeadlineExceeded,
     EngineCrashed,
-    SequenceTooLong,
     ShapeCompiling,
     SynapseError,
 )
 from synapse_host.host import Host
-from synapse_host.residency.lane import AneFleet
+from synapse_host.residency.lane import RungedLane
 from synapse_host.residency.machine_lock import LaneLock
-from synapse_host.residency.plan import Costs, Part, charge, parts
-from synapse_host.residency.types import Key, Limits, Model
+from synapse_host.residency.plan import Costs
+from synapse_host.residency.shell import ResidencyShell
+from synapse_host.residency.types import Key, Limits
+from tests.residency.test_plan import ARTIFACT, COSTS
 from tests.residency.world import charged, resident
 from tests.support import scripted
 from tests.support.lanes import FAST, Lanes, embed, on, soon, until
 
 pytestmark = pytest.mark.process
 
-ARTIFACT = Artifact(
-    format="coreml",
-    path="m.mlpackage",
-    digest="sha256:" + "0" * 64,
-    dtype="f16",
-    bytes=1000,
-    layers=22,
-    functions=[Function(f"s{n}", bucket=n) for n in (128, 256, 512)] + [Function("packed256", packed_width=256)],
-)
-
-
 DESCRIBED: dict[str, Any] = {
     "manifest_version": 1, "model_id": "toy", "family": "bert", "task": "embed", "dims": 2, "max_tokens": 512,
     "pooling": Pooling.MEAN, "normalize": True,
 }  # fmt: skip
-COSTS = Costs({128: 3.5, 256: 9.0, 512: 25.4}, {256: 4.0})
 ECHO = {"engine": ANE_ENGINE, "vectors": "echo", "dims": 2}
 SPEC: dict[str, Any] = {"expected_engine": ANE_ENGINE, "device": "ane"}
 
@@ -62,7 +49,7 @@ def shapes(*tokens: int) -> set[Key]:
 
 @pytest.fixture
 def ane(make: Lanes) -> Callable[..., Any]:
-    """Return what makes (fleet, supervisor, lane) of a worker that echoes ids and was started with these widths."""
+    """Return what makes (books, supervisor, lane) of a worker that echoes ids and was started with these widths."""
 
     def start(
         script: dict[str, Any] | None = None,
@@ -71,11 +58,11 @@ def ane(make: Lanes) -> Callable[..., Any]:
         costs: Costs | None = COSTS,
         widths: tuple[int, ...] = (256,),
         config: HostConfig = FAST,
-    ) -> tuple[AneFleet, Any, Any]:
-        one = AneFleet(limits)
+    ) -> tuple[ResidencyShell, Any, Any]:
+        one = ResidencyShell(limits)
         make.others.append(one)
         supervisor = make({**ECHO, **(script or {})}, lane_id="ane", packed_widths=widths, config=config, **SPEC)
-        return one, supervisor, one.add(supervisor, ARTIFACT, costs=lambda: costs)
+        return one, supervisor, RungedLane(one, supervisor, ARTIFACT, costs=lambda: costs)
 
     return start
 
@@ -86,44 +73,8 @@ async def serve_rows(lane: Any, *rows: list[int], deadline: float | None = None)
     assert reply.n == len(rows) and list(raw) == [value for row in rows for value in (row[0], row[1])]
 
 
-MEDIUM, LONG = [5] * 200, [6] * 300
-"""Rows for the buckets of 256 and 512."""
-
-
-def test_rungs_ascend_and_a_row_beyond_the_ladder_is_named() -> None:
-    groups = [(128, (1, 2)), (256, (3,)), (512, (0,))]
-    assert parts([300, 5, 128, 129], [512, 128, 256]) == [Part("shape", *group) for group in groups]
-    with pytest.raises(SequenceTooLong) as refused:
-        parts([5, 513], [128, 512])
-    assert refused.value.details == {"index": 1, "tokens": 513, "max_tokens": 512}
-
-
-@pytest.mark.parametrize(
-    ("rows", "costs", "packs"),
-    [
-        ([2, 2], COSTS, True),
-        ([2], Costs(COSTS.single, {256: 0.1}), False),
-        ([2, 2], Costs(COSTS.single, {256: 15.0}), False),
-        ([300, 2, 2], Costs({128: 3.5, 256: 9.0}, {256: 4.0}), False),
-    ],
-    ids=["cheaper", "a row alone", "does not pay", "a rung unmeasured"],
-)
-def test_rows_are_packed_where_that_is_cheaper(rows: list[int], costs: Costs, packs: bool) -> None:
-    plan = parts(rows, [128, 256, 512], costs=costs, widths=[256])
-    assert any(part.kind == "packed" for part in plan) is packs
-
-
-def test_a_function_is_charged_its_layers_and_bytes() -> None:
-    """A folder of single-function packages holds its weights once a function; without layers nothing can be charged."""
-    assert charge(ARTIFACT) == Model(layers=22, nbytes=1000, smallest=128)
-    assert charge(msgspec.structs.replace(ARTIFACT, path="model-macos14")).nbytes == 250
-    bare = msgspec.structs.replace(ARTIFACT, layers=msgspec.UNSET)
-    described = manifest.Manifest(artifacts=[bare], config={"num_hidden_layers": 6}, **DESCRIBED)
-    assert charge(bare, manifest.Bundle(Path(), described, "0" * 64)).layers == 6
-    packed_only = msgspec.structs.replace(ARTIFACT, functions=[Function("packed256", packed_width=256)])
-    for artifact in (bare, packed_only):
-        with pytest.raises(BundleInvalid):
-            charge(artifact)
+MEDIUM = [5] * 200
+"""A row for the bucket of 256."""
 
 
 @pytest.mark.parametrize("way", [asyncio.CancelledError, DeadlineExceeded])
@@ -132,7 +83,7 @@ async def test_a_caller_who_leaves_keeps_lease_and_stream_until_the_reply_is_dra
 ) -> None:
     one, supervisor, lane = ane({"rules": [on("EMBED_BATCH", {"sleep": 0.4}, first_id=66)]})
     await lane.load()
-    (slot,) = one.shell.core.slots.values()
+    (slot,) = one.core.slots.values()
     deadline = soon(0.1 if way is DeadlineExceeded else 60)
     caller = asyncio.ensure_future(serve_rows(lane, [66, 1], deadline=deadline))
     await asyncio.sleep(0.1)
@@ -159,7 +110,7 @@ async def test_direct_ane_cold_admission_after_absolute_deadline_is_drained_with
     assert late.value.details["shape"] == 256
     await serve_rows(lane, MEDIUM)
     assert not mark.exists(), "the late request never reached inference"
-    assert Key("ane", "shape", 256) in resident(one.shell.core, "ane") and supervisor.generation == 1
+    assert Key("ane", "shape", 256) in resident(one.core, "ane") and supervisor.generation == 1
 
 
 async def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
@@ -173,7 +124,7 @@ async def test_a_silent_admission_ends_with_its_process_and_is_refunded_then(
         await serve_rows(lane, MEDIUM)
     assert crashed.value.details["cause"] == "silence"
     await serve_rows(lane, MEDIUM)
-    assert supervisor.generation == 2 and charged(one.shell.core)[0] == 2
+    assert supervisor.generation == 2 and charged(one.core)[0] == 2
 
 
 async def test_a_forced_restart_kills_a_worker_that_still_serves(ane: Callable[..., Any], tmp_path: Path) -> None:
@@ -183,12 +134,12 @@ async def test_a_forced_restart_kills_a_worker_that_still_serves(ane: Callable[.
     await lane.load()
     running = asyncio.ensure_future(serve_rows(lane, [66, 1]))
     await until(lambda: supervisor.health()["state"] == "serving")
-    one.shell.fault("ane", one.shell.generation("ane"))
+    one.fault("ane", 1)
     waiting = asyncio.ensure_future(serve_rows(lane, [1, 2]))
     await asyncio.sleep(0.05)
     assert not running.done() and not waiting.done(), "drained first"
-    one.shell.core.expire(1e12)
-    one.shell._act()
+    one.core.expire(1e12)
+    one._act()
     with pytest.raises(EngineCrashed, match="is gone"):
         await asyncio.wait_for(running, 20)
     await serve_rows(lane, [3, 4])
@@ -207,7 +158,7 @@ async def test_a_worker_that_dies_under_an_exchange_whose_caller_left_reaches_th
     caller.cancel()
     await asyncio.wait({caller})
     go.touch()
-    await until(lambda: charged(one.shell.core) == (0, 0, 0))
+    await until(lambda: charged(one.core) == (0, 0, 0))
     await serve_rows(lane, [3, 4])
     assert supervisor.generation == 2
 
@@ -224,10 +175,10 @@ async def test_unload_takes_the_worker_down_and_the_next_request_brings_it_back(
     await meanwhile
     assert supervisor.generation == 2
     await lane.unload()
-    assert charged(one.shell.core) == (0, 0, 0) and supervisor.health()["worker_pid"] is None
+    assert charged(one.core) == (0, 0, 0) and supervisor.health()["worker_pid"] is None
     await serve_rows(lane, MEDIUM)
     assert supervisor.generation == 3
-    assert resident(one.shell.core, "ane") == shapes(128, 256)
+    assert resident(one.core, "ane") == shapes(128, 256)
 
 
 async def test_an_idle_worker_ends_with_its_functions(ane: Callable[..., Any]) -> None:
@@ -235,7 +186,7 @@ async def test_an_idle_worker_ends_with_its_functions(ane: Callable[..., Any]) -
     for generation in (1, 2):
         await serve_rows(lane, MEDIUM)
         assert supervisor.generation == generation
-        await until(lambda: charged(one.shell.core) == (0, 0, 0))
+        await until(lambda: charged(one.core) == (0, 0, 0))
         assert supervisor.health()["worker_pid"] is None and supervisor.health()["strikes"] == 0
 
 
@@ -261,8 +212,8 @@ def test_the_host_serves_mixed_rungs_on_a_neural_engine_lane(tmp_path: Path, mon
         async with Host.open(matrix=tmp_path / "matrix.yaml", models={"toy": bundle}, config=config) as host:
             rows = [[9] * 300, [1, 2], [7] * 130, [3, 4]]
             await host.load("toy")
-            assert host._lanes.fleet is not None
-            books = host._lanes.fleet.shell.core
+            assert host._lanes.residency is not None
+            books = host._lanes.residency.core
             assert books.limits.nbytes == host.profile.ram_total // 4 and books.limits.executables == 100
             assert charged(books) == (1, 22, 1000), "a load is charged like any other start"
             vectors = await host.embed_ids("toy", rows)
@@ -303,14 +254,14 @@ async def test_rows_are_packed_only_where_advertised_and_measured(
     rows = [[9] * 300, [1, 2], [7] * 100, [3, 4], [5, 6]]
     # The first time on their rungs, whose compilation they can't do without; in the background the width is admitted.
     await serve_rows(lane, *rows)
-    assert not mark.exists() and resident(one.shell.core, "ane") == shapes(128, 512)
+    assert not mark.exists() and resident(one.core, "ane") == shapes(128, 512)
     if packed:
-        await until(lambda: Key("ane", "packed", 256) in resident(one.shell.core, "ane"))
+        await until(lambda: Key("ane", "packed", 256) in resident(one.core, "ane"))
     rungs = supervisor.counters.requests["embed", "ok"]
     await serve_rows(lane, *rows)
     assert mark.exists() is packed and supervisor.generation == 1
     assert supervisor.counters.requests["embed", "ok"] == rungs + 2, "one exchange packed or on its rung, one long row"
-    assert not any(slot.leases for slot in one.shell.core.slots.values())
+    assert not any(slot.leases for slot in one.core.slots.values())
 
 
 async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..., Any], tmp_path: Path) -> None:
@@ -319,15 +270,13 @@ async def test_singles_are_served_while_a_packed_width_compiles(ane: Callable[..
     one, supervisor, lane = ane({"packed": True, "rules": [err]})
     for _ in range(4):
         await serve_rows(lane, [1, 2], [3, 4], [5, 6])
-    await until(lambda: not one.shell.core.busy("ane") and len(one.shell.core.slots) == 1)
+    await until(lambda: not one.core.busy("ane") and len(one.core.slots) == 1)
     assert supervisor.counters.requests["ane_admit_packed", "ane_resources_exhausted"] == 1, "once is enough"
-    assert supervisor.generation == 1 and resident(one.shell.core, "ane") == shapes(128)
+    assert supervisor.generation == 1 and resident(one.core, "ane") == shapes(128)
 
 
 async def test_a_packed_exchange_takes_at_most_64_rows(ane: Callable[..., Any], tmp_path: Path) -> None:
     """200 rows of 2 tokens: passes of 64 rows, one an exchange, and nobody is lost or doubled."""
-    plan = parts([2] * 200, [128, 256, 512], costs=COSTS, widths=[256])
-    assert [len(part.rows) for part in plan] == [64, 64, 64, 8] and all(part.kind == "packed" for part in plan)
     _, supervisor, lane = ane({"packed": True})
     await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
     await serve_rows(lane, *([n, n + 1] for n in range(200)))
@@ -351,11 +300,11 @@ async def test_a_request_is_served_by_a_successor_that_may_not_pack(
     later = {"packed": {"layout": "tight-v1", "widths": [128], "max_rows": 64}}
     one, supervisor, lane = ane({"state": str(tmp_path / "spawns"), "generations": [first, later]})
     await lane.submit_packed(256, embed([1, 2], [3, 4]), stage="embed")
-    stale = one.shell.core.resident("ane")
+    stale = one.core.resident("ane")
     assert Key("ane", "packed", 256) in stale
     with pytest.raises(EngineCrashed):
         await lane.submit(embed([9], [2]), stage="embed")
-    monkeypatch.setattr(one.shell.core, "resident", lambda lane: stale)  # planned before the books knew of its end
+    monkeypatch.setattr(one.core, "resident", lambda lane: stale)  # planned before the books knew of its end
     await serve_rows(lane, [1, 2], [3, 4])
     assert supervisor.generation > 1
 
@@ -370,7 +319,7 @@ async def test_a_model_larger_than_the_budget_is_refused_typed_and_starts_nothin
             await call
         assert refused.value.code == "ane_residency_limit" and not refused.value.transient
         assert refused.value.details["lane_id"] == "ane"
-    assert supervisor.generation == 0 and charged(one.shell.core) == (0, 0, 0)
+    assert supervisor.generation == 0 and charged(one.core) == (0, 0, 0)
 
 
 async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[..., Any], tmp_path: Path) -> None:
@@ -391,24 +340,4 @@ async def test_self_check_waits_for_drains_and_blocks_new_serving(ane: Callable[
     assert supervisor.generation == 2, "the check is a fresh worker's"
     await later
     assert supervisor.generation == 2
-    assert charged(one.shell.core)[0] == 1
-
-
-async def test_cancelled_exchange_faults_channel_before_a_later_request_reads_stale_reply(
-    ane: Callable[..., Any], tmp_path: Path
-) -> None:
-    """A worker that answers a cancelled request twice: the second answer breaks the channel and reaches nobody."""
-    twice = {"rules": [on("EMBED_BATCH", {"sleep": 0.2}, {"reply": {"times": 2}}, first_id=66)]}
-    script = {"state": str(tmp_path / "spawns"), "generations": [twice, {}]}
-    _, supervisor, lane = ane(script)
-    await lane.load()
-    caller = asyncio.ensure_future(serve_rows(lane, [66, 66]))
-    await asyncio.sleep(0.1)
-    caller.cancel()
-    while True:
-        try:
-            await serve_rows(lane, [7, 8])  # its own answer, never the stale one
-            break
-        except EngineCrashed as exc:
-            assert exc.details["cause"] in ("protocol", "exit")
-    assert supervisor.generation == 2
+    assert charged(one.core)[0] == 1

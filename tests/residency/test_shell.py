@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.protocol.errors import ErrorCode
-from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, QueueFull, ShapeCompiling, SynapseError
+from synapse_host.errors import WORKER_ERRORS, DeadlineExceeded, EngineCrashed, QueueFull, SynapseError
 from synapse_host.residency.shell import ResidencyShell, Withdrawn
 from synapse_host.residency.types import Key, Model
 from tests.residency.world import charged, resident
@@ -141,20 +141,6 @@ async def test_waits_that_are_no_compilation_answer_deadline_exceeded() -> None:
             await use(shell, 2048, deadline=soon())
         for lease in held:
             lease.release()
-
-
-async def test_a_compile_in_progress_answers_shape_compiling_and_a_retry_joins_it() -> None:
-    async with fleet() as (shell, a, _):
-        gate = a.hold(("admit", 512))
-        with pytest.raises(ShapeCompiling) as late:
-            await use(shell, 512, deadline=soon(0.05))
-        assert late.value.details == {"lane_id": "a", "shape": 512}
-        assert late.value.transient and late.value.retry_after_ms == 1000
-        retry = asyncio.ensure_future(use(shell, 512))
-        await settle()
-        gate.set()
-        await retry
-        assert a.log.count(("admit", 512)) == 1
 
 
 @pytest.mark.parametrize("what", [("admit", 256), ("evict", 256), "start", "stop"])

@@ -34,7 +34,7 @@ WIDTHS = (128, 256)
 def charged(core: Residency) -> tuple[int, int, int]:
     """Return (slots, executables, bytes) charged now."""
     slots = core.slots.values()
-    return len(slots), sum(slot.layers for slot in slots), sum(slot.nbytes for slot in slots)
+    return len(slots), sum(slot.model.layers for slot in slots), sum(slot.model.nbytes for slot in slots)
 
 
 def resident(core: Residency, worker: str) -> set[Key]:
@@ -51,9 +51,10 @@ class World:
         self.now = 0.0
         self.wire: list[Admit | Evict] = []
         """Exchanges without an answer yet."""
+        self.gone: list[Admit | Evict] = []
+        """Those whose process ended before they were answered."""
         self.dying: list[Restart] = []
         self.starting: list[Revive] = []
-        self.generations = dict.fromkeys(self.fleet, 0)
         self.held: set[int] = set()
         self.waiting: set[int] = set()
         self.answered = 0
@@ -120,22 +121,20 @@ class World:
         """Answer an exchange: of sixteen, one fails and two are out of resources."""
         one = self.wire.pop(pick(len(self.wire)))
         verdict = pick(16)
-        held: set[Key] = set()  # of a process that is gone already
-        if self.generations[one.key.worker] == one.generation:
-            held = self.processes.get(one.key.worker, held)
+        held = self.processes[one.key.worker]
         if isinstance(one, Admit):
             if not self.core.wanted(one.slot):
-                self.core.withdrawn(one.slot, one.generation)
+                self.core.withdrawn(one.slot)
             elif verdict < 3:
-                self.core.admit_failed(one.slot, one.generation, self.now, exhausted=verdict > 0)
+                self.core.admit_failed(one.slot, self.now, exhausted=verdict > 0)
             else:
                 held.add(one.key)
-                self.core.admitted(one.slot, one.generation)
+                self.core.admitted(one.slot)
         elif verdict == 0:
-            self.core.evict_failed(one.slot, one.generation, self.now)
+            self.core.evict_failed(one.slot, self.now)
         else:
             held.discard(one.key)
-            self.core.evicted(one.slot, one.generation)
+            self.core.evicted(one.slot)
 
     def _fault(self, pick: Callable[[int], int]) -> None:
         if pick(4):
@@ -145,30 +144,33 @@ class World:
         self.core.fault(name, self.core.workers[name].generation, self.now)
 
     def _late(self, pick: Callable[[int], int]) -> None:
-        """Replies and faults of another generation, or about slots long gone: nothing may happen."""
+        """A report about a process that is gone, and a fault of another generation: nothing may happen."""
         names = sorted(self.core.workers)
         before = charged(self.core), len(self.core.tickets)
-        slot = sorted(self.core.slots)[pick(len(self.core.slots))] if self.core.slots else 0
-        self.core.admitted(slot, -1)
-        self.core.evicted(slot, -1)
-        self.core.admit_failed(10**9, 1, self.now, exhausted=bool(pick(2)))
+        if self.gone:
+            one = self.gone.pop()
+            if isinstance(one, Evict):
+                self.core.evict_failed(one.slot, self.now)
+            elif not self.core.wanted(one.slot):
+                self.core.withdrawn(one.slot)
+            self.core.admit_failed(one.slot, self.now, exhausted=bool(pick(2)))
         self.core.fault(names[pick(len(names))], -1, self.now)
         assert (charged(self.core), len(self.core.tickets)) == before and not self.core.take()
 
     def _exit(self, pick: Callable[[int], int]) -> None:
         one = self.dying.pop(pick(len(self.dying)))
         self.processes.pop(one.worker, None)
+        self.gone += [w for w in self.wire if w.key.worker == one.worker]
         self.wire = [w for w in self.wire if w.key.worker != one.worker]
-        self.core.exited(one.worker, one.generation)
+        self.core.exited(one.worker)
 
     def _start(self, pick: Callable[[int], int]) -> None:
         one = self.starting.pop(pick(len(self.starting)))
         if pick(12) == 0:
-            self.core.revive_failed(one.worker, one.generation)
+            self.core.revive_failed(one.worker)
             return
-        self.generations[one.worker] = one.generation + 1
         self.processes[one.worker] = {Key(one.worker, "shape", self.core.workers[one.worker].model.smallest)}
-        self.core.restored(one.worker, one.generation + 1)
+        self.core.restored(one.worker)
 
     def _time(self, pick: Callable[[int], int]) -> None:
         self.now += (0.1, 1.0, 30.0, 601.0)[pick(4)]
@@ -181,7 +183,7 @@ class World:
             match action:
                 case Admit(_, key):
                     self._one_exchange(action)
-                    assert action.generation == self.generations[key.worker] and key.worker in self.processes
+                    assert key.worker in self.processes
                 case Evict():
                     self._one_exchange(action)
                     self._least_recently_used(self.core.slots[action.slot])
@@ -198,16 +200,15 @@ class World:
                     assert ticket not in self.held
                     self.waiting.discard(ticket)
                     self.answered += 1
-                case Restart(name, generation):
-                    assert generation == self.generations[name] and name in self.processes
+                case Restart(name):
+                    assert name in self.processes
                     assert name not in [one.worker for one in self.dying], "one fault restarts once"
                     forced = self.now >= self.core.workers[name].drain_until
                     assert forced or not any(
                         slot.leases for slot in self.core.slots.values() if slot.key.worker == name
                     )
                     self.dying.append(action)
-                case Revive(name, generation):
-                    assert generation == self.generations[name]
+                case Revive(name):
                     assert name not in self.processes, "beside a process that may live"
                     assert any(t.key.worker == name for t in self.core.tickets.values()), "started for nobody"
                     self.starting.append(action)

@@ -10,6 +10,7 @@ import pytest
 
 from engines.finite import BLOCK, FEW, all_finite, floats
 from engines.protocol.errors import EngineError, ErrorCode
+from engines.runtime.batch import TokenBatch, check_lengths, check_vocabulary
 from engines.runtime.inference import bytes_of, check_ids
 
 SIZES = (1, 2, FEW - 1, FEW, FEW + 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5)
@@ -51,3 +52,13 @@ def test_the_first_negative_id_is_named(size: int) -> None:
 def test_the_worker_is_there_without_numpy() -> None:
     script = "import sys; import engines.runtime.main, engines.runtime.worker; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_ids_and_lengths_at_the_edge() -> None:
+    batch = TokenBatch(np.array([0, 9, 3], np.int32), np.array([0, 1, 3], np.int32))
+    check_lengths(batch, limit=2, what="item")
+    check_vocabulary(batch.input_ids, 10)
+    for check in (lambda: check_lengths(batch, limit=1, what="item"), lambda: check_vocabulary(batch.input_ids, 9)):
+        with pytest.raises(EngineError, match=r"9 is outside the vocabulary|item 1 has 2 tokens") as caught:
+            check()
+        assert caught.value.code is ErrorCode.INVALID_REQUEST

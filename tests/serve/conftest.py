@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,32 +68,28 @@ async def serving(host: Host, *, key: bytes | None = None, origins: Sequence[str
             service.close()
 
 
-@pytest.fixture
-def serve(tmp_path: Path, runtime_dir: Path) -> Callable[..., Any]:
-    """Run *work* with a served host of scripted models: `toy` embeds, `judge` reranks, `writer` generates."""
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
-    def run(
-        work: Callable[[Served], Awaitable[Any]],
+
+@pytest.fixture
+def serve(tmp_path: Path, runtime_dir: Path) -> Serve:
+    """Serve a host of scripted models: `toy` embeds, `judge` reranks, `writer` generates."""
+
+    @asynccontextmanager
+    async def served_host(
         script: dict[str, Any] | None = None,
         *,
         models: Sequence[str] = ("toy",),
         served: dict[str, Any] | None = None,
         **config: Any,
-    ) -> Any:
+    ) -> AsyncIterator[Served]:
         bundles = {
             name: write_bundle(tmp_path / name, model_id=name, task=MODELS[name], max_tokens=64) for name in models
         }
+        settings = HostConfig(shutdown_grace=5, runtime_dir=runtime_dir, data_dir=tmp_path / "data", **config)
         matrix = write_matrix(tmp_path, script)
+        async with Host.open(matrix, bundles, settings) as host, serving(host, **(served or {})) as up:
+            yield up
+        assert not runtime_dir.joinpath("synapse", "control.sock").exists()
 
-        async def main() -> Any:
-            settings = HostConfig(shutdown_grace=5, runtime_dir=runtime_dir, data_dir=tmp_path / "data", **config)
-            async with Host.open(matrix, bundles, settings) as host, serving(host, **(served or {})) as up:
-                result = await work(up)
-            assert not runtime_dir.joinpath("synapse", "control.sock").exists()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not others, f"tasks left behind: {others}"
-            return result
-
-        return asyncio.run(main())
-
-    return run
+    return served_host

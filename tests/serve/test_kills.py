@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Served
+from tests.serve.conftest import Serve
 
 pytestmark = [pytest.mark.process, pytest.mark.fault]
 
@@ -39,8 +39,8 @@ def gist(text: str) -> Any:
 
 
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.soak)])
-def test_nobody_gets_another_s_answer(serve: Any, seconds: int) -> None:
-    async def work(up: Served) -> None:
+async def test_nobody_gets_another_s_answer(serve: Serve, seconds: int) -> None:
+    async with serve(models=ALL, cool_down=0.2) as up:
         loop = asyncio.get_running_loop()
         expected = {
             (kind, n): gist((await up.call(KINDS[kind][0], **KINDS[kind][1](n))).text)
@@ -81,5 +81,3 @@ def test_nobody_gets_another_s_answer(serve: Any, seconds: int) -> None:
         await asyncio.gather(killer(), *map(client, range(8)))
         print(f"{sum(right)} right, {sum(failed)} failed, {kills} kills")
         assert all(right) and kills >= seconds // 3 and sum(failed) > 0
-
-    serve(work, models=ALL, cool_down=0.2)

@@ -14,7 +14,7 @@ import pytest
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest
 from synapse_host.host import Host
-from tests.serve.conftest import Served, serving
+from tests.serve.conftest import Serve, Served, serving
 from tests.support.lanes import until
 from tests.support.small_bundle import write_bundle, write_matrix
 
@@ -29,8 +29,8 @@ def loading(up: Served) -> bool:
     return up.host.health()["lanes"]["embed"]["state"] == "loading"
 
 
-def test_the_socket_is_private_and_says_what_is_up(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_the_socket_is_private_and_says_what_is_up(serve: Serve) -> None:
+    async with serve() as up:
         assert up.control == up.host.runtime.path / "synapse" / "control.sock"
         assert stat.S_IMODE(up.control.stat().st_mode) == 0o600
         state = await up.get("/synapse/lanes")
@@ -47,8 +47,6 @@ def test_the_socket_is_private_and_says_what_is_up(serve: Any) -> None:
         assert toy["task"] == "embed" and [lane["engine"] for lane in toy["lanes"]] == ["scripted"]
         assert await up.get("/synapse/certificates") == {"certificates": []}
 
-    serve(work)
-
 
 GARBAGE = [
     b"ps", b'"ps"', b"[]", b'{"extra": 1, "model": "toy"}', b"{}", b'{"model": 5}', b'{"model": "\xff"}',
@@ -58,8 +56,8 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-def test_garbage_costs_one_answer_and_nothing_else(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_garbage_costs_one_answer_and_nothing_else(serve: Serve) -> None:
+    async with serve() as up:
         for body in GARBAGE:
             answer = await up.operator.post("/synapse/load", content=body)
             error = answer.json()["error"]
@@ -70,13 +68,10 @@ def test_garbage_costs_one_answer_and_nothing_else(serve: Any) -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, "invalid_request"), route
         assert "lanes" in await up.get("/synapse/lanes")
 
-    serve(work)
 
-
-def test_a_slow_load_blocks_nobody_and_outlives_its_client(serve: Any, tmp_path: Path) -> None:
+async def test_a_slow_load_blocks_nobody_and_outlives_its_client(serve: Serve, tmp_path: Path) -> None:
     go = tmp_path / "go"
-
-    async def work(up: Served) -> None:
+    async with serve(waits(go)) as up:
         slow = asyncio.ensure_future(up.post("/synapse/load", model="toy"))
         await until(lambda: loading(up))
         states = await asyncio.gather(*(up.get("/synapse/lanes") for _ in range(8)))
@@ -86,22 +81,18 @@ def test_a_slow_load_blocks_nobody_and_outlives_its_client(serve: Any, tmp_path:
         go.touch()
         await until(lambda: up.host.health()["lanes"]["embed"]["models"] == ["toy"])
 
-    serve(work, waits(go))
 
-
-def test_errors_keep_their_codes(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_errors_keep_their_codes(serve: Serve) -> None:
+    async with serve({"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "no"}}]}]}) as up:
         unknown = (await up.post("/synapse/load", model="nope"))["error"]
         assert unknown["code"] == "unknown_model" and "restart" in unknown["message"] and "toy" in unknown["message"]
         assert (await up.post("/synapse/load", model="toy", lane="quiet"))["error"]["code"] == "invalid_request"
         assert (await up.post("/synapse/ping", lane="embd"))["error"]["code"] == "invalid_request"
         assert (await up.post("/synapse/load", model="toy"))["error"]["code"] == "artifact_invalid"
 
-    serve(work, {"rules": [{"on": "LOAD", "do": [{"err": {"code": "artifact_invalid", "msg": "no"}}]}]})
 
-
-def test_a_crash_comes_with_its_details(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_a_crash_comes_with_its_details(serve: Serve) -> None:
+    async with serve({"rules": [{"on": "LOAD", "do": [{"stderr": "last words"}, {"signal": "SIGKILL"}]}]}) as up:
         error = (await up.post("/synapse/load", model="toy"))["error"]
         assert error["code"] == "engine_crashed" and error["details"]["signal"] == "SIGKILL"
         assert error["safe_to_retry_same_request"] is True and "last words" in error["details"]["log_tail"]
@@ -112,13 +103,10 @@ def test_a_crash_comes_with_its_details(serve: Any) -> None:
         await up.post("/synapse/unload", model="toy")
         assert (await up.get("/synapse/lanes"))["lanes"]["embed"]["strikes"] == 0
 
-    serve(work, {"rules": [{"on": "LOAD", "do": [{"stderr": "last words"}, {"signal": "SIGKILL"}]}]})
 
-
-def test_ping_says_who_answers(serve: Any, tmp_path: Path) -> None:
+async def test_ping_says_who_answers(serve: Serve, tmp_path: Path) -> None:
     started, go = tmp_path / "started", tmp_path / "go"
-
-    async def work(up: Served) -> None:
+    async with serve(waits(go, "EMBED_BATCH", started=started)) as up:
         assert (await up.post("/synapse/ping"))["pings"] == {}
         await up.post("/synapse/load", model="toy")
         answer = await up.post("/synapse/ping", lane="toy")
@@ -130,11 +118,9 @@ def test_ping_says_who_answers(serve: Any, tmp_path: Path) -> None:
         go.touch()
         await busy
 
-    serve(work, waits(go, "EMBED_BATCH", started=started))
 
-
-def test_health_readiness_and_metrics(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_health_readiness_and_metrics(serve: Serve) -> None:
+    async with serve() as up:
         assert (await up.web.get("/health")).json() == {"status": "ok", "lanes": {"embed": "idle"}}
         assert (await up.web.get("/ready")).status_code == 200
         metrics = await up.web.get("/metrics")
@@ -142,14 +128,15 @@ def test_health_readiness_and_metrics(serve: Any) -> None:
         up.service.stopping = True
         assert (await up.web.get("/ready")).status_code == 503
 
-    serve(work)
-
 
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 
-def test_logs_are_tagged_and_cover_dead_generations(serve: Any, tmp_path: Path) -> None:
-    async def work(up: Served) -> None:
+async def test_logs_are_tagged_and_cover_dead_generations(serve: Serve, tmp_path: Path) -> None:
+    dying = [
+        {"rules": [{"on": "LOAD", "do": [{"stderr": word}, {"signal": "SIGKILL"}]}]} for word in ("first", "second")
+    ]
+    async with serve({"state": str(tmp_path / "spawns"), "generations": dying}) as up:
         for word in ("first", "second"):
             assert (await up.post("/synapse/load", model="toy"))["error"]["code"] == "engine_crashed"
             log = (await up.post("/synapse/logs"))["logs"]["embed"]
@@ -159,16 +146,10 @@ def test_logs_are_tagged_and_cover_dead_generations(serve: Any, tmp_path: Path) 
         after = {"embed": log["position"]}
         assert (await up.post("/synapse/logs", lane="embed", after=after))["logs"]["embed"]["segments"] == []
 
-    dying = [
-        {"rules": [{"on": "LOAD", "do": [{"stderr": word}, {"signal": "SIGKILL"}]}]} for word in ("first", "second")
-    ]
-    serve(work, {"state": str(tmp_path / "spawns"), "generations": dying})
 
-
-def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
+async def test_following_waits_for_what_comes(serve: Serve, tmp_path: Path) -> None:
     go = tmp_path / "go"
-
-    async def work(up: Served) -> None:
+    async with serve({"ready": [{"thread": [{"wait_for": str(go)}, {"stderr": "here é"}]}]}) as up:
         first = (await up.post("/synapse/logs", lane="embed"))["logs"]["embed"]
         assert first["segments"] == []
         follow = asyncio.ensure_future(up.post("/synapse/logs", after={"embed": first["position"]}, wait=60))
@@ -179,30 +160,26 @@ def test_following_waits_for_what_comes(serve: Any, tmp_path: Path) -> None:
         assert log["segments"] == [["stderr", "here é\n"]]
         assert log["position"] == len("here é\n".encode())
 
-    serve(work, {"ready": [{"thread": [{"wait_for": str(go)}, {"stderr": "here é"}]}]})
-
 
 @pytest.mark.parametrize(
     ("data", "whole"),
     [("aé".encode(), "aé".encode()), ("aé".encode()[:-1], b"a"), (b"a" + "😀".encode()[:3], b"a"),
      (b"\xff" + b"\x80" * 4, b"\xff" + b"\x80" * 4), (b"x" * 20000, b"x" * 20000)],
 )  # fmt: skip
-def test_half_a_character_waits_and_what_was_lost_is_counted(serve: Any, data: bytes, whole: bytes) -> None:
-    async def work(up: Served) -> None:
+async def test_half_a_character_waits_and_what_was_lost_is_counted(serve: Serve, data: bytes, whole: bytes) -> None:
+    async with serve() as up:
         up.host.logs["embed"].write("stdout", data)
         log = (await up.post("/synapse/logs"))["logs"]["embed"]
         assert log["position"] == len(whole) and log["missed"] == max(0, len(data) - 8192)
         text = whole[log["missed"] :].decode("utf-8", "replace")
         assert [text for _, text in log["segments"]] == [text] * bool(whole)
 
-    serve(work)
-
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_answers_who_waits(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_the_end_answers_who_waits(serve: Serve) -> None:
+    async with serve() as up:
         follower = asyncio.ensure_future(up.post("/synapse/logs", wait=60))
         await asyncio.sleep(0.1)
         up.service.stopping = True
@@ -215,39 +192,30 @@ def test_the_end_answers_who_waits(serve: Any) -> None:
         up.service.close()
         assert "logs" in await follower
 
-    serve(work)
 
-
-def test_a_dead_host_s_socket_is_replaced_and_a_live_one_is_not(serve: Any, runtime_dir: Path) -> None:
+async def test_a_dead_host_s_socket_is_replaced_and_a_live_one_is_not(serve: Serve, runtime_dir: Path) -> None:
     (runtime_dir / "synapse").mkdir(mode=0o700)
     path = runtime_dir / "synapse" / "control.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     assert path.is_socket()
-
-    async def work(up: Served) -> None:
+    async with serve() as up:
         assert "lanes" in await up.get("/synapse/lanes")
         with pytest.raises(InvalidRequest, match="another process listens"):
             async with serving(up.host):
                 pass
         assert "lanes" in await up.get("/synapse/lanes")
 
-    serve(work)
-
 
 @pytest.mark.parametrize("why", ["not a socket", "shorter runtime directory"])
-def test_where_no_socket_can_be(tmp_path: Path, runtime_dir: Path, why: str) -> None:
+async def test_where_no_socket_can_be(tmp_path: Path, runtime_dir: Path, why: str) -> None:
     taken = runtime_dir / "synapse" / "control.sock"
     taken.parent.mkdir(mode=0o700)
     taken.write_text("mine")
     where = runtime_dir if why == "not a socket" else tmp_path / ("x" * 100)
-
-    async def main() -> None:
-        bundles = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
-        async with Host.open(write_matrix(tmp_path), bundles, HostConfig(runtime_dir=where)) as host:
-            with pytest.raises(InvalidRequest, match=why):
-                async with serving(host):
-                    pass
-
-    asyncio.run(main())
+    bundles = {"toy": write_bundle(tmp_path / "toy", model_id="toy")}
+    async with Host.open(write_matrix(tmp_path), bundles, HostConfig(runtime_dir=where)) as host:
+        with pytest.raises(InvalidRequest, match=why):
+            async with serving(host):
+                pass
     assert taken.read_text() == "mine"

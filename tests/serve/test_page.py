@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Served
+from tests.serve.conftest import Serve, Served
 
 async_api = pytest.importorskip("playwright.async_api", reason="needs the extra 'browser' (playwright)")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -26,31 +27,31 @@ KEY = "sixteen-and-more-characters"
 
 
 @pytest.fixture
-def browse(serve: Any) -> Callable[..., None]:
-    """Run *work* with a page of a served host; whatever the browser complains of, or asks of others, fails the test."""
+def browse(serve: Serve) -> Callable[..., AbstractAsyncContextManager[tuple[Served, Any]]]:
+    """Show the page of a served host; whatever the browser complains of, or asks of others, fails the test."""
 
-    def run(work: Callable[[Served, Any], Awaitable[None]], *arguments: Any, **options: Any) -> None:
-        async def main(up: Served) -> None:
-            async with async_api.async_playwright() as playwright:
-                browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-                page = await browser.new_page()
-                wrong: list[str] = []
-                page.on("pageerror", lambda error: wrong.append(str(error)))
-                page.on("request", lambda request: None if up.url in request.url else foreign.append(request.url))
-                foreign: list[str] = []
-                await page.goto(up.url)
-                assert wrong == []
-                await work(up, page)
-                await browser.close()
-                assert wrong == [] and [url for url in foreign if not url.startswith("data:")] == []
+    @asynccontextmanager
+    async def shown(*arguments: Any, **options: Any) -> AsyncIterator[tuple[Served, Any]]:
+        async with serve(*arguments, **options) as up, async_api.async_playwright() as playwright:
+            browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+            page = await browser.new_page()
+            wrong: list[str] = []
+            asked: list[str] = []
+            page.on("pageerror", lambda error: wrong.append(str(error)))
+            page.on("request", lambda request: asked.append(request.url))
+            await page.goto(up.url)
+            yield up, page
+            await browser.close()
+            assert wrong == [] and all(up.url in url or url.startswith("data:") for url in asked)
 
-        serve(main, *arguments, **options)
-
-    return run
+    return shown
 
 
-def test_lanes_a_crash_and_its_log(browse: Any) -> None:
-    async def work(up: Served, page: Any) -> None:
+async def test_lanes_a_crash_and_its_log(browse: Any) -> None:
+    async with browse({"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": MARKUP}, {"signal": "SIGKILL"}]}]}) as (
+        up,
+        page,
+    ):
         lane = page.locator("article[data-lane=embed]")
         await lane.get_by_text("idle", exact=True).wait_for()
         answer = await up.call("/v1/embeddings", input="a")
@@ -65,11 +66,9 @@ def test_lanes_a_crash_and_its_log(browse: Any) -> None:
             assert words in text
         assert await page.title() == "synapse" and await page.locator("article img").count() == 0
 
-    browse(work, {"rules": [{"on": "EMBED_BATCH", "do": [{"stderr": MARKUP}, {"signal": "SIGKILL"}]}]})
 
-
-def test_what_a_person_tries(browse: Any) -> None:
-    async def work(up: Served, page: Any) -> None:
+async def test_what_a_person_tries(browse: Any) -> None:
+    async with browse(models=("toy", "judge", "writer")) as (_, page):
         run = page.get_by_role("button", name="Run")
         answer = page.locator("#answer")
         await page.locator("select option").first.wait_for(state="attached")
@@ -89,36 +88,28 @@ def test_what_a_person_tries(browse: Any) -> None:
         await answer.get_by_text("has no chat template").wait_for()
         await page.locator("article[data-lane=rerank]").get_by_text("latency").wait_for()
 
-    browse(work, models=("toy", "judge", "writer"))
 
-
-def test_light_and_dark(browse: Any) -> None:
-    async def work(up: Served, page: Any) -> None:
+async def test_light_and_dark(browse: Any) -> None:
+    async with browse() as (_, page):
         for scheme in ("light", "dark"):
             await page.emulate_media(color_scheme=scheme)
             paper = await page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
-    browse(work)
 
-
-def test_with_a_key_it_asks_for_it(browse: Any) -> None:
-    async def work(up: Served, page: Any) -> None:
+async def test_with_a_key_it_asks_for_it(browse: Any) -> None:
+    async with browse(served={"key": KEY.encode()}) as (_, page):
         await page.get_by_label("API key").fill(KEY)
         assert await page.locator("article").count() == 0
         await page.get_by_role("button", name="Use").click()
         await page.locator("article[data-lane=embed]").wait_for()
 
-    browse(work, served={"key": KEY.encode()})
 
-
-def test_its_policy_lets_no_other_script_run(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_its_policy_lets_no_other_script_run(serve: Serve) -> None:
+    async with serve() as up:
         for path in ("/", "/page.js", "/page.css"):
             answer = await up.web.get(path)
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
             text = answer.text.replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in text and "https://" not in text
-
-    serve(work)

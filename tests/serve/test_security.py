@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Served
+from tests.serve.conftest import Serve
 
 pytestmark = pytest.mark.process
 
@@ -47,8 +47,8 @@ ASKED: dict[str, tuple[dict[str, Any], list[tuple[dict[str, str], int]]]] = {
 
 
 @pytest.mark.parametrize(("served", "asked"), ASKED.values(), ids=ASKED)
-def test_who_is_answered(serve: Any, served: dict[str, Any], asked: list[tuple[dict[str, str], int]]) -> None:
-    async def work(up: Served) -> None:
+async def test_who_is_answered(serve: Serve, served: dict[str, Any], asked: list[tuple[dict[str, str], int]]) -> None:
+    async with serve(served=served) as up:
         for headers, status in asked:
             for answer in (
                 await up.web.post("/v1/embeddings", json=TEXT, headers=headers),
@@ -59,12 +59,10 @@ def test_who_is_answered(serve: Any, served: dict[str, Any], asked: list[tuple[d
                 assert KEY not in answer.text
         assert "lanes" in await up.get("/synapse/lanes"), "the user's own commands show no key"
 
-    serve(work, served=served)
-
 
 @pytest.mark.parametrize("key", [None, KEY.encode()])
-def test_over_tcp_lanes_are_changed_with_a_key_alone(serve: Any, key: bytes | None) -> None:
-    async def work(up: Served) -> None:
+async def test_over_tcp_lanes_are_changed_with_a_key_alone(serve: Serve, key: bytes | None) -> None:
+    async with serve(served={"key": key}) as up:
         for route, body in (("load", {"model": "toy"}), ("probe", {"lane": "embed"}), ("unload", {"model": "toy"})):
             assert (await up.call(f"/synapse/{route}", **body)).status_code == 401
             shown = await up.web.post(f"/synapse/{route}", json=body, headers=SHOWN)
@@ -72,11 +70,9 @@ def test_over_tcp_lanes_are_changed_with_a_key_alone(serve: Any, key: bytes | No
         for route in ("/", "/health", "/ready"):
             assert (await up.web.get(route)).status_code == 200, "these hold nothing and need no key"
 
-    serve(work, served={"key": key})
 
-
-def test_a_browser_is_let_in_from_the_named_origin_alone(serve: Any) -> None:
-    async def work(up: Served) -> None:
+async def test_a_browser_is_let_in_from_the_named_origin_alone(serve: Serve) -> None:
+    async with serve(served={"key": KEY.encode(), "origins": ["https://mine.example"]}) as up:
         asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         good = await up.web.options("/v1/embeddings", headers={"origin": "https://mine.example", **asks})
         assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://mine.example"
@@ -85,20 +81,16 @@ def test_a_browser_is_let_in_from_the_named_origin_alone(serve: Any) -> None:
         answer = await up.web.get("/v1/models", headers={"origin": "https://mine.example", **SHOWN})
         assert answer.headers["access-control-allow-origin"] == "https://mine.example"
 
-    serve(work, served={"key": KEY.encode(), "origins": ["https://mine.example"]})
 
-
-def test_neither_key_nor_text_is_logged(
-    serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_neither_key_nor_text_is_logged(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(up: Served) -> None:
-        await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
-        await up.web.post("/v1/embeddings", json={"nonsense": "secret words"}, headers=SHOWN)
-        monkeypatch.setattr(up.host, "embed_result", None)
-        broken = await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
-        assert broken.status_code == 500 and broken.json()["error"]["code"] == "internal_error"
-
     with caplog.at_level(logging.DEBUG):
-        serve(work, served={"key": KEY.encode()})
+        async with serve(served={"key": KEY.encode()}) as up:
+            await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
+            await up.web.post("/v1/embeddings", json={"nonsense": "secret words"}, headers=SHOWN)
+            monkeypatch.setattr(up.host, "embed_result", None)
+            broken = await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
+            assert broken.status_code == 500 and broken.json()["error"]["code"] == "internal_error"
     assert "a request failed: POST /v1/embeddings" in caplog.text
     assert KEY not in caplog.text and "secret" not in caplog.text

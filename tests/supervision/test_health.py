@@ -11,8 +11,10 @@ import pytest
 
 from engines.protocol.messages import EngineInfo, Hello, PackedCapability, Pong
 from synapse_host.config import Windows
-from synapse_host.supervision.health import Fault, LaneHealth, Refresher
+from synapse_host.supervision.health import Fault, LaneHealth
+from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.process import Death
+from synapse_host.worker.session import Session
 from tests.support.lanes import FAST, crash, lane, lanes_in, on, poison, serve, until
 
 HELLO = Hello(
@@ -65,23 +67,6 @@ def test_a_worker_rests_from_its_last_answer_on():
     assert not health.rests(1e9, 5.0) and (health.age(110.0), health.facts.rss_mb) == (None, None)
 
 
-def test_the_refresher_stops():
-    async def main():
-        calls = []
-        refresher = Refresher(0.001, lambda: calls.append(1))
-        refresher.start()
-        refresher.start()
-        while len(calls) < 3:
-            await asyncio.sleep(0.001)
-        refresher.stop()
-        refresher.stop()
-        count = len(calls)
-        await asyncio.sleep(0.02)
-        assert len(calls) == count
-
-    asyncio.run(main())
-
-
 @pytest.mark.process
 async def test_ping_feeds_health_never_queues_behind_inference_and_never_spawns(make, tmp_path):
     go, pinged = tmp_path / "go", tmp_path / "pinged"
@@ -107,6 +92,22 @@ async def test_ping_feeds_health_never_queues_behind_inference_and_never_spawns(
     await until(lambda: lane.health()["worker_pid"] is None)
     await asyncio.sleep(0.2)
     assert lane.health()["generation"] == 1
+
+
+@pytest.mark.process
+async def test_a_ping_that_the_host_has_no_memory_for_holds_up_nobody(make, monkeypatch):
+    lane = make(config=FREQUENT)
+    await lane.load()
+    tried = []
+
+    def starved(session: Session, exchange: Exchange) -> None:
+        tried.append(exchange)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "begin", starved)
+        await until(lambda: tried)
+    await serve(lane)
 
 
 @pytest.mark.process

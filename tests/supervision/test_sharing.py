@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from engines.protocol.messages import Pooling
-from synapse_host.errors import DeadlineExceeded, EngineCrashed, QueueFull, SynapseError
+from synapse_host.errors import DeadlineExceeded, EngineCrashed, SynapseError
 from synapse_host.placement.spec import LoadSpec
 from synapse_host.requests.batching import Batch
 from synapse_host.supervision.supervisor import Supervisor
 from tests.support import scripted
-from tests.support.lanes import CUDA, on, soon, spawns, until
+from tests.support.lanes import on, soon, spawns, until
 
 pytestmark = pytest.mark.process
 
@@ -32,9 +32,9 @@ class Gates:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def hold(self, nth: int, request: str = "EMBED_BATCH") -> dict[str, Any]:
+    def hold(self, nth: int) -> dict[str, Any]:
         """A rule that keeps that exchange."""
-        return on(request, {"wait_for": str(self._root / f"go{nth}")}, nth=nth)
+        return on("EMBED_BATCH", {"wait_for": str(self._root / f"go{nth}")}, nth=nth)
 
     def open(self, nth: int = 1) -> None:
         (self._root / f"go{nth}").touch()
@@ -45,9 +45,9 @@ def gates(tmp_path: Path) -> Gates:
     return Gates(tmp_path)
 
 
-def rows(*firsts: int, pooling: Pooling | None = Pooling.MEAN) -> Batch:
+def rows(*firsts: int, pooling: Pooling = Pooling.MEAN) -> Batch:
     ids = np.array([id for first in firsts for id in (first, 1)], np.int32)
-    return Batch([2] * len(firsts), ids, pooling, pooling is not None)
+    return Batch([2] * len(firsts), ids, pooling, True)
 
 
 def check(outcome: Any, *firsts: int) -> None:
@@ -104,22 +104,6 @@ async def test_an_exchange_is_filled_up_to_its_useful_size_and_in_order(make, ga
         task.add_done_callback(lambda _, n=n: order.append(n))
     await answers(tasks)
     assert order == list(range(7)) and exchanges(lane) == 1 + 6 // max(1, tokens // 2)
-
-
-async def test_owned_workers_share_sequences_and_kinds_do_not_mix(make, gates):
-    lane = make({"engine": "owned-cuda", "rules": [gates.hold(1, "RERANK_SEQUENCES")]}, **CUDA)
-    await lane.load()
-    first = asyncio.create_task(lane.submit(rows(0, pooling=None), stage="rerank"))
-    await until(lambda: exchanges(lane) == 1)
-    mixed = [None, None, Pooling.CLS, Pooling.MEAN, Pooling.MEAN, None]
-    tasks = [asyncio.create_task(lane.submit(rows(n, pooling=kind), stage="x")) for n, kind in enumerate(mixed)]
-    await until(lambda: lane.health()["waiting"] == len(mixed))
-    gates.open()
-    for n, (_, array) in enumerate(await answers(tasks)):
-        one = scripted.expected_sequence_score([n, 1])
-        assert array.tolist() == ([one] if mixed[n] is None else scripted.expected_vector([n, 1]))
-    await first
-    assert exchanges(lane) == 1 + 4
 
 
 @pytest.mark.parametrize("who", [1, 3], ids=["the leader", "a rider"])
@@ -218,21 +202,6 @@ async def test_no_memory_to_join_them_leaves_nobody_waiting(make, gates):
     gates.open()
     for n, outcome in enumerate(await answers([first, *tasks])):
         check(outcome, n)
-
-
-async def test_closing_answers_all(make, gates):
-    lane = make({"rules": [gates.hold(1), gates.hold(2)]}, load=limited(8))
-    await lane.load()
-    tasks = await queued(lane, 6, gates)
-    await until(lambda: exchanges(lane) == 2)
-    closing = asyncio.create_task(lane.aclose(drain=30.0))
-    await asyncio.sleep(0)
-    gates.open(2)
-    await closing
-    found = await answers(tasks)
-    for n in range(5):
-        check(found[n], n)
-    assert [type(one) for one in found[5:]] == [QueueFull] * 2
 
 
 async def test_kills_while_exchanges_are_shared_give_nobody_anothers_answer(make):

@@ -7,7 +7,6 @@ import logging
 
 import pytest
 
-from engines.protocol.messages import Ping
 from synapse_host.errors import EngineCrashed, LaneRefused, ProbeRequired, QueueFull
 from synapse_host.supervision.standing import Standing
 from synapse_host.worker.exchange import Exchange
@@ -117,9 +116,3 @@ async def test_a_closed_lane_serves_nobody(probing):
     one.closing = True
     with pytest.raises(QueueFull, match="stopping"):
         one.admit(probing=probing)
-
-
-async def test_a_ping_is_an_operation_without_ids():
-    pinged = Exchange(Ping(req_id="1-1"), None, asyncio.get_running_loop().create_future(), "ping")
-    error = standing().charge(death(1), "ping", pinged)
-    assert error.details["fingerprint"] == {"operation": "PING", "model": "m", "ids_sha256": None}

@@ -109,18 +109,13 @@ class Case:
 
 def certified(folder: Path, *, task: str = "embed", on_ane: bool = False, **clean: Any) -> Case:
     """Store a certificate for the scripted engine, on the CPU or as if it drove a Neural Engine."""
-    bundle, path = toy(folder / "toy", task=task), write_matrix(folder)
+    bundle, matrix = toy(folder / "toy", task=task), load(write_matrix(folder, engine="ane" if on_ane else "llama"))
     identity = Identity("ane-coreml-worker" if on_ane else "llama.cpp-worker", "scripted-1", None)
     if on_ane:
         digest = "sha256:" + "0" * 64
         package = Artifact("coreml", "m.mlpackage", digest, "f16", tree=digest, functions=[Function("s16", bucket=16)])
         rewrite(bundle.root, artifacts=[package])
         bundle = manifest.read(bundle.root)
-        plain = json.loads(path.read_text())
-        plain["engines"]["scripted"].update(engine="ane", device="ane", format="coreml")
-        plain["lanes"] = {"embed": plain["lanes"]["embed"]}
-        path.write_text(json.dumps(plain))
-    matrix = load(path)
     made = document(matrix, "scripted", bundle, identity=identity, ane=on_ane, **clean)
     kept = standing.settle(made, matrix, folder / "data")
     assert kept is not None, made.reasons

@@ -80,6 +80,15 @@ def fixture(**changes: Any) -> Fixture:
 
 
 INPUTS = {"embed": embed_inputs, "rerank": rerank_inputs, "generate": generate_inputs}
+KINDS: dict[str, dict[str, Any]] = {
+    "embed": {"task": "embed"},
+    "rerank": {"task": "rerank"},
+    "generate": {"task": "generate"},
+    "embed int8": {"task": "embed", "dtype": "int8"},
+    "rerank int8": {"task": "rerank", "dtype": "int8"},
+    "embed ane": {"task": "embed", "ane": True},
+    "rerank ane": {"task": "rerank", "ane": True},
+}
 
 
 def function(name: str = "s128", *, ane: int = 95, cpu: int = 5, **more: Any) -> Function:
@@ -107,23 +116,20 @@ def placement(**changes: Any) -> Placement:
     return msgspec.structs.replace(clean, **changes)
 
 
-def bounds(task: str, *, ane: bool = False, approximate: bool = False) -> dict[str, float]:
-    return verdict.thresholds(
-        MATRIX, engine="none", task=task, precision="approximate" if approximate else "exact", placement=ane
-    )
+def bounds(task: str, *, ane: bool = False, dtype: str = "f16") -> dict[str, float]:
+    return verdict.thresholds(MATRIX, MATRIX.engines["ane" if ane else "llama-cpu"], task=task, dtype=dtype)
 
 
 def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **changes: Any) -> Evidence:
     """A clean, judged document; *ane* makes it a Neural Engine lane's with a synthetic plan."""
     device = "ane" if ane else "cpu"
     expected = "ane-coreml-worker" if ane else "llama.cpp-worker"
-    precision = verdict.precision_of(dtype)
     clean = Evidence(
         format="synapse-evidence-v1",
         created="2026-11-29T12:00:00+00:00",
         lane=task,
         software={"python": "3.11.7"},
-        model=Model("toy", "toy", "bert", task, 8, 64, "b" * 64, DIGEST, "gguf", dtype),  # type: ignore[arg-type]
+        model=Model("toy", "toy", "bert", task, 8, 64, "b" * 64, DIGEST, "coreml" if ane else "gguf", dtype),  # type: ignore[arg-type]
         engine=EngineFacts(
             id="ane" if ane else "llama-cpu",
             device=device,
@@ -136,8 +142,8 @@ def evidence(task: str = "embed", *, ane: bool = False, dtype: str = "f16", **ch
             build_flags={"device": device},
         ),
         machine=Machine("linux", "6", "6.1", "x86_64", "a cpu", ["avx2"], 2, 2, None, 2**30),
-        precision=precision,
-        thresholds=bounds(task, ane=ane, approximate=precision == "approximate"),
+        precision=verdict.precision_of(dtype),
+        thresholds=bounds(task, ane=ane, dtype=dtype),
         placement_required=ane,
         fixture=fixture(),
         tokens=[n % 60 + 3 for n in range(N)],

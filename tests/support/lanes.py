@@ -9,7 +9,7 @@ import inspect
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -121,9 +121,6 @@ def lane(script: Any = None, **changes: Any) -> LaneSpec:
 class Lanes:
     """Makes supervisors in one runtime directory; `close` ends them all, and *others* before them."""
 
-    limit: ClassVar[float | None] = None
-    """How many seconds an async test with these lanes may take."""
-
     def __init__(self, root: Path) -> None:
         self.others: list[Any] = []
         self.runtime = RuntimeDirectory.open(root)
@@ -170,14 +167,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     lanes: Lanes | None = pyfuncitem.funcargs.get("make")
 
     async def main() -> None:
-        limit = None if lanes is None else lanes.limit
         try:
-            async with asyncio.timeout(limit):
-                await pyfuncitem.obj(**arguments)
+            await pyfuncitem.obj(**arguments)
         finally:
             if lanes is not None:
-                async with asyncio.timeout(limit):
-                    await lanes.close()
+                await lanes.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert not others, f"tasks left behind: {others}"
 

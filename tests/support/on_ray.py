@@ -1,45 +1,30 @@
-"""Jobs of ``embed --ray`` on this machine: a corpus, two raylets, and what is killed under a job.
-
-    python -m tests.support.on_ray [JOBS]        so many jobs (20), an actor and a raylet killed in each: a table
-
-Every job must end with each row once and with its own vector.
-"""
+"""Jobs of ``embed --ray`` on this machine: a corpus, two raylets, and what is killed under a job."""
 
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from synapse_host.bulk.cluster import embed_on_ray
 from synapse_host.cli.console import Console
-from tests.support.scripted import expected_vector
-from tests.support.small_bundle import CLS, SEP, WORDS, write_bundle, write_matrix
+from tests.support.small_bundle import WORDS, vector, write_bundle, write_matrix
 
 QUIET = Console(quiet=True)
 SLOW = {"rules": [{"on": "EMBED_BATCH", "do": [{"sleep": 0.1}]}]}
 """A worker that takes its time, so that a kill meets it at work."""
 
 
-def vector(text: str) -> list[float]:
-    ids = [CLS, *(WORDS.index(word) for word in text.split()), SEP]
-    return [float(np.float32(value)) for value in expected_vector(ids)]
-
-
 class Place:
     """A corpus of letters with ids, a toy bundle and a matrix of one thread."""
 
     def __init__(self, root: Path, script: dict[str, Any] | None = None, device: str = "cpu") -> None:
-        self.root = root
+        root.mkdir(exist_ok=True)
         if device == "cpu":
             self.matrix = write_matrix(root, script)
             self.bundle = write_bundle(root / "toy")
@@ -67,63 +52,43 @@ class Place:
     def parts(self) -> int:
         return len(list(self.out.glob("part-*.parquet")))
 
-    def expected(self) -> dict[str, list[float]]:
-        return {f"n{number}": vector(word) for number, word in enumerate(self.words)}
-
-    def every_row(self) -> list[tuple[str, list[float]]]:
-        """Return id and vector of every row of every part in the folder."""
+    def check(self) -> None:
+        """Each row is there once, with its vector, and nothing is left of what was begun."""
         from pyarrow import parquet
 
         tables = [parquet.read_table(part).to_pydict() for part in sorted(self.out.glob("part-*.parquet"))]
-        return [row for table in tables for row in zip(table["id"], table["vector"], strict=True)]
-
-    def check(self) -> None:
-        """Each row is there once, with its vector, and nothing is left of what was begun."""
-        rows = self.every_row()
-        assert dict(rows) == self.expected() and len(rows) == len(self.words)
-        assert not list(self.out.glob("*.tmp"))
-
-
-class Raylets:
-    """A Ray of two raylets with a core each; the second one can be killed, and then another one comes."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        # A dead raylet is known as one within seconds.
-        quick = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000}
-        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.address = self._cluster.address
-        self._second = self._cluster.add_node(num_cpus=1)
-
-    def kill(self) -> bool:
-        """Kill the second raylet with -9: its actors end with it. Another one comes in its place."""
-        [raylet] = self._second.all_processes["raylet"]
-        raylet.process.kill()
-        raylet.process.wait()
-        self._cluster.remove_node(self._second, allow_graceful=False)  # what Ray started beside it
-        self._second = self._cluster.add_node(num_cpus=1)
-        return True
-
-    def close(self) -> None:
-        self._cluster.shutdown()
+        rows = [row for table in tables for row in zip(table["id"], table["vector"], strict=True)]
+        assert dict(rows) == {f"n{number}": vector(word) for number, word in enumerate(self.words)}
+        assert len(rows) == len(self.words) and not list(self.out.glob("*.tmp"))
 
 
 @contextmanager
-def two_raylets() -> Iterator[Raylets]:
-    """Have two raylets for the block, and be connected to the first."""
+def two_raylets() -> Iterator[Callable[[], bool]]:
+    """Have two raylets with a core each for the block. Its value kills the second one, and starts another."""
     import ray
+    from ray.cluster_utils import Cluster
 
-    raylets = Raylets()
+    # A dead raylet is known as one within seconds.
+    quick = {"health_check_period_ms": 1000, "health_check_timeout_ms": 3000}
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    second = cluster.add_node(num_cpus=1)
+
+    def kill() -> bool:
+        nonlocal second
+        [raylet] = second.all_processes["raylet"]
+        raylet.process.kill()
+        raylet.process.wait()
+        cluster.remove_node(second, allow_graceful=False)  # what Ray started beside it
+        second = cluster.add_node(num_cpus=1)
+        return True
+
     try:
-        ray.init(address=raylets.address, log_to_driver=False, logging_level="CRITICAL")
-        try:
-            yield raylets
-        finally:
-            ray.shutdown()
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="CRITICAL")
+        yield kill
     finally:
-        raylets.close()
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def kill_an_actor() -> bool:
@@ -154,32 +119,3 @@ def run_killed(place: Place, kills: list[Callable[[], bool]], **options: Any) ->
                 wait([job], 0.1)
             done += not job.done()
         return job.result(), done
-
-
-def main(jobs: int) -> int:
-    """Run the jobs and print what came of each."""
-    failed = 0
-    kills = 0
-    with two_raylets() as raylets:
-        for number in range(jobs):
-            with tempfile.TemporaryDirectory(prefix="r") as folder:
-                place = Place(Path(folder), SLOW)
-                begun = time.monotonic()
-                _, done = run_killed(place, [kill_an_actor, raylets.kill])
-                seconds = time.monotonic() - begun
-                expected, rows = place.expected(), place.every_row()
-                lost = len(set(expected) - {id for id, _ in rows})
-                doubled = len(rows) - len({id for id, _ in rows})
-                wrong = sum(row != expected.get(id) for id, row in rows)
-                kills += done
-                failed += bool(lost or doubled or wrong or done < 2)
-                print(
-                    f"job {number + 1:2}: {done} kills, {lost} lost, {doubled} doubled, {wrong} wrong, {seconds:.0f} s",
-                    flush=True,
-                )
-    print(f"{jobs} jobs, {kills} kills, {failed} failed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from engines.bundle import fixtures, manifest
 from engines.bundle.digest import PREFIX, file_digest
 from engines.bundle.fixtures import Reference
-from engines.bundle.manifest import FileRef, Manifest
+from engines.bundle.manifest import FileRef
 from engines.protocol.errors import ErrorCode
 from engines.protocol.messages import Pooling
 from synapse_host import Host, HostConfig
@@ -27,9 +28,8 @@ from synapse_host.certification.run import Order, certify
 from synapse_host.errors import WORKER_ERRORS
 from synapse_host.placement.matrix import HardwareMatrix
 from tests.support.evidence import REFERENCE, N
-from tests.support.scripted import expected_score, expected_text, expected_vector
+from tests.support.scripted import expected_score, expected_sequence_score, expected_text, expected_vector
 
-PACKAGE = "safetensors-package"
 DIMS = 32
 """Of the vectors of a scripted bundle."""
 
@@ -74,27 +74,19 @@ def rerank_arrays(queries: list[list[int]], candidates: list[list[int]], of: lis
 
 
 def corrupted_layer(folder: Path) -> None:
-    """Turn the sign of one weight matrix of a middle layer, in place, and give file and manifest fitting digests."""
+    """Turn the sign of the largest weight matrix of a middle layer, and give file and manifest fitting digests."""
     bundle = manifest.read(folder)
-    artifact = bundle.artifacts(PACKAGE)[0]
+    (artifact,) = bundle.manifest.artifacts
     path = bundle.path(artifact.path)
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    layers = sorted({int(part) for name in tensors for part in name.split(".") if part.isdigit()})
-    middle = str(layers[len(layers) // 2])
-    name = max(
-        (name for name, entry in tensors.items() if middle in name.split(".") and len(entry["shape"]) == 2),
-        key=lambda name: (int(np.prod(tensors[name]["shape"])), name),
-    )
-    start, end = (8 + size + offset for offset in tensors[name]["data_offsets"])
-    dtype = {"F32": np.float32, "F16": np.float16}[tensors[name]["dtype"]]
-    weights = np.frombuffer(data, dtype, (end - start) // np.dtype(dtype).itemsize, start)
-    data[start:end] = (-weights).tobytes()
+    middle = [entry for name, entry in header.items() if "1" in name.split(".") and entry["dtype"] == "F32"]
+    largest = max((entry for entry in middle if len(entry["shape"]) == 2), key=lambda entry: math.prod(entry["shape"]))
+    start, end = (8 + size + offset for offset in largest["data_offsets"])
+    data[start:end] = (-np.frombuffer(data[start:end], np.float32)).tobytes()
     path.write_bytes(data)
-    others = [item for item in bundle.manifest.artifacts if item.format != PACKAGE]
-    rewrite(folder, artifacts=[*others, msgspec.structs.replace(artifact, digest=PREFIX + file_digest(path))])
+    rewrite(folder, artifacts=[msgspec.structs.replace(artifact, digest=PREFIX + file_digest(path))])
 
 
 def swapped_pooling(folder: Path) -> None:
@@ -109,17 +101,10 @@ def wrong_token_types(folder: Path) -> None:
 
 
 def stale_reference(folder: Path) -> None:
-    """Leave fixtures of an older making in the folder: a few probes fewer, so another digest than the manifest's."""
-    bundle = manifest.read(folder)
-    assert isinstance(bundle.manifest.fixtures, FileRef)
-    path = bundle.path(bundle.manifest.fixtures.path)
-    found = fixtures.read(path)
-    keep, arrays = len(found) - 1, dict(found.arrays)
-    arrays["cu_seqlens"] = arrays["cu_seqlens"][: keep + 1]
-    arrays["input_ids"] = arrays["input_ids"][: arrays["cu_seqlens"][-1]]
-    for name in ("vectors_q", "vectors_scale"):
-        arrays[name] = arrays[name][:keep]
-    fixtures.write(path, task=found.task, texts=found.texts[:keep], computed_by=found.computed_by, arrays=arrays)
+    """Say that the fixtures of the folder are of another making."""
+    named = manifest.read(folder).manifest.fixtures
+    assert isinstance(named, FileRef)
+    rewrite(folder, fixtures=msgspec.structs.replace(named, digest=PREFIX + "0" * 64))
 
 
 BUNDLES: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -147,7 +132,8 @@ def reference(folder: Path, task: str, kind: str) -> None:
     elif task == "rerank":
         queries = [row[:3] for row in id_rows(6, count=N if kind == "lonely" else 20)]
         of = [n % len(queries) for n in range(len(rows))]
-        logits = [expected_score(queries[q], row) for q, row in zip(of, rows, strict=True)]
+        score = _framed_score if kind == "framed" else expected_score
+        logits = [score(queries[q], row) for q, row in zip(of, rows, strict=True)]
         arrays = rerank_arrays(queries, rows, of, np.full(len(rows), 0.5) if kind == "constant" else logits)
     else:
         ids, cu = fixtures.flatten(rows)
@@ -155,6 +141,11 @@ def reference(folder: Path, task: str, kind: str) -> None:
         first[: {"wrong": 20}.get(kind, 0)] += 300
         arrays = {"input_ids": ids, "cu_seqlens": cu, "greedy": first, "clear": np.ones_like(first, np.uint8)}
     give_fixtures(folder, task, [None] * len(rows), arrays, by=by)
+
+
+def _framed_score(query: list[int], row: list[int]) -> float:
+    """What a worker answers that is sent whole sequences; its bundle has cls 2 and sep 3."""
+    return expected_sequence_score([2, *query, 3, *row, 3])
 
 
 def id_rows(seed: int, *, low: int = 5, high: int = 120, longest: int = 14, count: int = N) -> list[list[int]]:
@@ -281,13 +272,8 @@ SABOTAGES: dict[str, Sabotage] = {
 
 
 def sabotaged(good: Path, out: Path, kind: str) -> Path:
-    """Copy a bundle and do one thing to it; only the artifact that onnx-cpu loads comes along."""
-    out.mkdir(parents=True)
-    described: Manifest = manifest.read(good).manifest
-    kept = [artifact for artifact in described.artifacts if artifact.format == PACKAGE][:1]
-    for file in (good / kept[0].path, *(good / ref.path for ref in (described.tokenizer, described.fixtures) if ref)):
-        shutil.copyfile(file, out / file.name)
-    manifest.write(out, msgspec.structs.replace(described, artifacts=kept))
+    """Copy a bundle and do one thing to it."""
+    shutil.copytree(good, out)
     BUNDLES[kind][1](out)
     return out
 

@@ -10,7 +10,7 @@ got.
 
 Keys of a script (all optional)
     engine          HELLO name: ``llama.cpp-worker`` (default), ``owned-cuda``, ``ane-coreml-worker``, or any other
-    version, build_flags, kernel_revision, manifest_digest (default: of --manifest, or 64 zeros), device (default: echo)
+    version, kernel_revision, manifest_digest (default: of --manifest, or 64 zeros), device (default: echo)
     packed          ``true`` (widths of --packed), or the whole HELLO object
     dims            8; ``buckets`` []; ``placement_share`` null
     story           bytes (hex) that GENERATE says from behind the last id 256 on, an id for each
@@ -21,7 +21,7 @@ Keys of a script (all optional)
                     last one stays. ``"generations": [CRASHING, CRASHING, {}]`` crashes twice, then is fine
     start           actions before connecting (``[{"sleep": 3600}]`` is the connector that never comes)
     hello           actions instead of sending HELLO (``[{"hello": {"v": 2}}]``)
-    ready           actions after the ACK, before the first read;  ``background``: the same on a thread of their own
+    ready           actions after the ACK, before the first read
     rules           what to do about requests, see below
     shutdown        actions between SHUTDOWN and the exit;  ``eof``: between the end of the stream and the exit
 
@@ -34,15 +34,14 @@ Actions (objects of one key)
     sleep S             sleep without the GIL;  ``ccall S``: inside a C call without the GIL;  ``spin true``: for ever
                         in a C loop that keeps it
     progress {..}       frames ``completed`` [1, 2, ..] or ``from``, ``to``; ``every`` S between; ``phase``, ``req_id``
-    reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` / ``inf`` index; ``stall``
+    reply {..}          the legal answer, bent: ``set`` and ``drop`` fields, ``nan`` index; ``stall``
                         {after, seconds} inside the payload; ``pause`` S, ``between`` [frames] behind it; ``times`` N
     err {code, msg}     an ERR frame, with any code
     frame OBJECT        any JSON frame; "$req_id" stands for the running request's id
     bytes HEX           bytes without a frame;  ``text STR``: the same from text
-    torn {length, send} a length prefix and fewer bytes than it promises
     hello {..}          HELLO with fields replaced (null omits); ``engine`` may be an object
     close true          shut the connection down and go on
-    exit N              os._exit;  ``signal "SIGKILL"``: to this process;  ``abort true``;  ``segfault true``
+    exit N              os._exit;  ``signal "SIGKILL"``: to this process;  ``abort true``
     raise STR           an exception out of the engine
     stderr / stdout     {bytes: N, text: "x"} or a string (with a newline)
     grandchild {..}     a child that keeps stdout open: ``seconds``, ``new_session``, ``pid_file``
@@ -242,9 +241,7 @@ def scripted_engine(script: Script, options: WorkerOptions) -> Engine:
         ref_prefix = REF_PREFIX.get(engine_name, "scripted")
 
         def identity(self) -> EngineIdentity:
-            flags = dict(script.get("build_flags", {}))
-            if "device" in script:
-                flags["device"] = script["device"]
+            flags = {"device": script["device"]} if "device" in script else {}
             packed = script.get("packed")
             if packed is True:
                 packed = {"layout": "tight-v1", "widths": list(options.packed or ()), "max_rows": 64}
@@ -271,9 +268,9 @@ def _manifest_digest(script: Script, options: WorkerOptions) -> str:
         return str(script["manifest_digest"])
     if options.manifest is None:
         return "0" * 64
-    from engines.bundle.manifest import manifest_digest
+    from engines.bundle.manifest import parse_strict
 
-    return manifest_digest(options.manifest.read_bytes())
+    return hashlib.sha256(parse_strict(options.manifest.read_bytes())[1]).hexdigest()
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------
@@ -312,11 +309,6 @@ class Actions:
 
     def do_abort(self, _: Any) -> None:
         os.abort()
-
-    def do_segfault(self, _: Any) -> None:
-        import ctypes
-
-        ctypes.string_at(0)
 
     def do_raise(self, text: str) -> None:
         raise RuntimeError(text)
@@ -385,8 +377,6 @@ class ScriptedWorker(Actions, Worker):
     def await_ack(self, *, deadline: float | None = None) -> bool:
         if not super().await_ack(deadline=deadline):
             return False
-        if background := self.script.get("background"):
-            threading.Thread(target=self.run, args=(background,), daemon=True).start()
         self.run(self.script.get("ready", ()))
         receive = self.channel.receive
 
@@ -472,10 +462,8 @@ class ScriptedWorker(Actions, Worker):
         data = msgspec.json.encode(_fill(header, self._request.req_id))
         head = LENGTH.pack(len(data)) + data
         raw = None if answer.payload is None else bytearray(answer.payload)
-        if raw is not None:
-            for key, value in (("nan", float("nan")), ("inf", float("inf"))):
-                if key in spec:
-                    struct.pack_into("<f", raw, 4 * int(spec[key]), value)
+        if raw is not None and "nan" in spec:
+            struct.pack_into("<f", raw, 4 * int(spec["nan"]), float("nan"))
         for _ in range(spec.get("times", 1)):
             self._reply_stream(head, raw, spec)
         self._over()
@@ -508,9 +496,6 @@ class ScriptedWorker(Actions, Worker):
 
     def do_text(self, text: str) -> None:
         self.write(text.encode())
-
-    def do_torn(self, spec: dict[str, int]) -> None:
-        self.write(LENGTH.pack(spec["length"]) + bytes(spec["send"]))
 
     def do_hello(self, changes: dict[str, Any]) -> None:
         frame = msgspec.to_builtins(hello(self.identity, self._nonce))
@@ -568,7 +553,6 @@ def read_script(text: str) -> Script:
         os.close(descriptor)
     if overlays := script.get("generations"):
         script = {**script, **overlays[min(generation, len(overlays)) - 1]}
-    script["generation"] = generation
     return script
 
 

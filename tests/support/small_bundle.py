@@ -10,10 +10,16 @@ from typing import Any
 from engines.bundle import manifest
 from engines.bundle.manifest import Artifact, FileRef, Manifest
 from engines.protocol.messages import Pooling
-from tests.support.scripted import command
+from synapse_host.placement.matrix import WORKER_ENGINES
+from tests.support.scripted import command, expected_vector
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdef", "query", "probe", "<|im_start|>", "<|im_end|>"]
 CLS, SEP = 2, 3
+
+
+def vector(text: str) -> list[float]:
+    """Return what a scripted worker makes of a text of WORDS."""
+    return expected_vector([CLS, *(WORDS.index(word) for word in text.split()), SEP])
 
 
 def write_tokenizer(path: Path, *, frame: bool = True) -> None:
@@ -108,11 +114,13 @@ def write_matrix(
     kind: str = "catalog",
     engine: str = "llama",
     lanes: dict[str, Any] | None = None,
-    runtime_config: dict[str, str] | None = None,
+    **more: Any,
 ) -> Path:
-    """Write a matrix whose lanes embed, rerank and generate are served by a scripted worker."""
-    script = {"engine": {"llama": "llama.cpp-worker", "cuda": "owned-cuda"}[engine], **(script or {})}
-    format = {"llama": "gguf", "cuda": "safetensors-package"}[engine]
+    """Write a matrix whose lanes embed, rerank and generate are served by a scripted worker.
+
+    *more*: other fields of its engine.
+    """
+    script = {"engine": WORKER_ENGINES[engine], **(script or {})}
     tasks = ("embed", "rerank", "generate") if engine == "llama" else ("embed", "rerank")
     document = {
         "version": 1,
@@ -120,11 +128,11 @@ def write_matrix(
         "engines": {
             "scripted": {
                 "engine": engine,
-                "device": "cpu",
-                "format": format,
+                "device": "ane" if engine == "ane" else "cpu",
+                "format": {"llama": "gguf", "cuda": "safetensors-package", "ane": "coreml"}[engine],
                 "requires": "any",
                 "worker": {"command": command(script)},
-                "runtime_config": runtime_config or {},
+                **more,
             }
         },
         "lanes": lanes or {task: {"task": task, "engines": ["scripted"], "kind": kind} for task in tasks},

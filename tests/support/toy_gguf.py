@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support import toy_models
-
 
 @dataclass(frozen=True)
 class ToyGguf:
@@ -25,14 +23,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def build_toy(
-    folder: Path,
-    name: str,
-    write: Callable[..., Path],
-    *,
-    dtype: str = "f32",
-    **config: Any,
-) -> ToyGguf:
+def build_toy(folder: Path, name: str, write: Callable[..., Path], *, dtype: str = "f32", **config: Any) -> ToyGguf:
     """Write a toy checkpoint with *write* and build ``<name>.gguf`` beside it."""
     from engines.checkpoint.read import Checkpoint
     from engines.llama.build.convert import build
@@ -73,6 +64,3 @@ def rewrite(source: Path, target: Path, *, drop: tuple[str, ...] = (), **metadat
     writer.write_tensors_to_file()
     writer.close()
     return ToyGguf(target, source.parent, sha256(target))
-
-
-__all__ = ["ToyGguf", "build_toy", "rewrite", "sha256", "toy_models"]

@@ -23,9 +23,22 @@ from engines.checkpoint.read import complete_config
 BERT_SPECIALS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 BERT_FRAME = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
 BERT_ROLES = {f"{name.strip('[]').lower()}_token": name for name in BERT_SPECIALS}
+ROBERTA_SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+ROBERTA_HEAD = {"classifier.": "classifier.out_proj.", "pooler.": "classifier."}
+DISTILBERT = {
+    "encoder.layer.": "transformer.layer.",
+    "attention.self.query": "attention.q_lin",
+    "attention.self.key": "attention.k_lin",
+    "attention.self.value": "attention.v_lin",
+    "attention.output.dense": "attention.out_lin",
+    "attention.output.LayerNorm": "sa_layer_norm",
+    "intermediate.dense": "ffn.lin1",
+    "output.dense": "ffn.lin2",
+    "output.LayerNorm": "output_layer_norm",
+}
+"""BERT's names -> how transformers stores a RoBERTa's head, and a DistilBERT; replaced in this order."""
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
 SIZES = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
@@ -38,7 +51,7 @@ SIZES = {
 SMALL = {"vocab": 128, "hidden": 64, "layers": 2, "heads": 4, "ffn": 128, "max_positions": 64}
 
 
-def _sized(changes: dict[str, Any], **defaults: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def sized(changes: dict[str, Any], **defaults: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sizes of a config.json, small unless *changes* or *defaults* say others; and the other changes."""
     sizes = {SIZES[name]: changes.pop(name, size) for name, size in (SMALL | defaults).items()}
     return sizes, changes
@@ -48,7 +61,7 @@ def write_bert(
     folder: Path, *, cross_encoder: bool = False, pooling: str = "mean", normalize: bool = True, **changes: Any
 ) -> Path:
     """Write a BERT embedding model (BertModel) or cross-encoder (BertForSequenceClassification, one logit)."""
-    sizes, stored = _sized(changes)
+    sizes, stored = sized(changes)
     config = {
         "architectures": ["BertForSequenceClassification" if cross_encoder else "BertModel"],
         "model_type": "bert",
@@ -61,8 +74,7 @@ def write_bert(
         "pad_token_id": 0,
     }
     task: Task = "rerank" if cross_encoder else "embed"
-    prefix = (lambda name: name if name.startswith("classifier") else "bert." + name) if cross_encoder else None
-    _finish(folder, "bert", task, config, prefix=prefix, **stored)
+    _finish(folder, "bert", task, config, prefix="bert." if cross_encoder else "", **stored)
     if not cross_encoder:
         sentence_files(folder, config, pooling, normalize)
     write_wordpiece_tokenizer(folder, config["vocab_size"])
@@ -89,94 +101,58 @@ def write_dense(
     tensors = {"linear.weight": weight, **({"linear.bias": shift} if bias else {})}
     safetensors.write(folder / "model.safetensors", tensors, dtype=DTYPES[dtype])
     config = {"in_features": inner, "out_features": outer, "bias": bias}
-    _json(folder / "config.json", config | {"activation_function": f"torch.nn.modules.activation.{activation}"})
+    write_json(folder / "config.json", config | {"activation_function": f"torch.nn.modules.activation.{activation}"})
     return folder, weight, shift
 
 
-DISTILBERT = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
-DISTILBERT |= {"intermediate_size": "hidden_dim"}
-
-
-def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False, seed: int = 0, **changes: Any) -> Path:
+def write_relative(folder: Path, kind: str, *, cross_encoder: bool = False) -> Path:
     """Write a model that computes what BERT computes, as transformers stores it: ``roberta`` (and the kinds that are
     stored like it) or ``distilbert``.
     """
-    like_roberta = kind != "distilbert"
-    sizes, rest = _sized(changes)
-    assert not rest
-    positions = sizes["max_position_embeddings"]
-    sizes["max_position_embeddings"] += 2 if like_roberta else 0
+    sizes, _ = sized({})
+    hidden, table = sizes["hidden_size"], sizes["max_position_embeddings"] + 2 * (kind != "distilbert")
     config: dict[str, Any] = {
         "architectures": ["XForSequenceClassification" if cross_encoder else "XModel"],
         "model_type": kind,
-        "pad_token_id": 1 if like_roberta else 0,
+        **(ONE_LABEL if cross_encoder else {}),
     }
-    if like_roberta:
-        config |= sizes | {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
-        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config |= {"bos_token_id": 0, "eos_token_id": 2}
-    else:
-        config |= {DISTILBERT.get(name, name): size for name, size in sizes.items()}
+    full = complete_config({**sizes, "max_position_embeddings": table, "type_vocab_size": 1}, "bert", where="toy")
+    weights = random_weights(layout.required("bert", "rerank" if cross_encoder else "embed", full), 0)
+    if kind == "distilbert":
+        del weights["embeddings.token_type_embeddings.weight"]
+        config |= {"pad_token_id": 0, "vocab_size": sizes["vocab_size"], "dim": hidden, "hidden_dim": 128}
+        config |= {"n_layers": 2, "n_heads": 4, "max_position_embeddings": table}
         config |= {"activation": "gelu", "sinusoidal_pos_embds": False, "dropout": 0.0, "attention_dropout": 0.0}
-    if cross_encoder:
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    _json(folder / "config.json", config)
-    task: Task = "rerank" if cross_encoder else "embed"
-    full = complete_config({**sizes, "type_vocab_size": 1}, "bert", where="toy")
-    weights = random_weights(layout.required("bert", task, full), seed)
-    if not like_roberta:
-        weights.pop("embeddings.token_type_embeddings.weight")
-    if like_roberta and not cross_encoder:  # as published ones have it; it takes no part in an embedding
-        hidden = sizes["hidden_size"]
-        weights |= random_weights({"pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,)}, seed + 1)
-    stored = {_name_of_relative(name, like_roberta, cross_encoder): array for name, array in weights.items()}
-    safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype="F32")
-    if not cross_encoder:
-        sentence_files(folder, {**sizes, "max_position_embeddings": positions}, "mean", True)
-    if like_roberta:
-        specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
-        write_unigram_tokenizer(folder, sizes["vocab_size"], specials)
-    else:
+        write_model(folder, config, weights, DISTILBERT)
         write_wordpiece_tokenizer(folder, sizes["vocab_size"])
+    else:
+        if not cross_encoder:  # as published ones have it; it takes no part in an embedding
+            weights |= random_weights({"pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,)}, 1)
+        config |= sizes | {"max_position_embeddings": table}
+        config |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu"}
+        config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+        names, prefix = (ROBERTA_HEAD, "roberta.") if cross_encoder else ({}, "")
+        write_model(folder, config, weights, names, prefix=prefix)
+        write_unigram_tokenizer(folder, sizes["vocab_size"])
+    if not cross_encoder:
+        sentence_files(folder, sizes, "mean", True)
     return folder
 
 
-def _name_of_relative(name: str, like_roberta: bool, cross_encoder: bool) -> str:
-    """Return how transformers stores a tensor of BERT's name."""
-    if like_roberta:
-        if name.startswith("pooler.") and cross_encoder:
-            return "classifier" + name.removeprefix("pooler")
-        if name.startswith("classifier."):
-            return "classifier.out_proj." + name.removeprefix("classifier.")
-        return "roberta." + name if cross_encoder else name
-    for old, new in (
-        ("encoder.layer.", "transformer.layer."),
-        ("attention.self.query", "attention.q_lin"),
-        ("attention.self.key", "attention.k_lin"),
-        ("attention.self.value", "attention.v_lin"),
-        ("attention.output.dense", "attention.out_lin"),
-        ("attention.output.LayerNorm", "sa_layer_norm"),
-        ("intermediate.dense", "ffn.lin1"),
-        ("output.dense", "ffn.lin2"),
-        ("output.LayerNorm", "output_layer_norm"),
-    ):
-        name = name.replace(old, new)
-    return name
-
-
-def write_unigram_tokenizer(folder: Path, vocab: int, specials: Mapping[str, int]) -> None:
+def write_unigram_tokenizer(folder: Path, vocab: int) -> None:
     """Write a SentencePiece Unigram tokenizer.json as XLM-RoBERTa has it: ``<s> a </s>``, ``<s> a </s></s> b </s>``."""
-    pieces = [*specials, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *LETTERS]
+    pieces = [*ROBERTA_SPECIALS, "\u2581", *(f"\u2581{word}" for word in ("the", "cat", "sat", "on", "mat")), *LETTERS]
     pieces += [f"\u2581w{number}" for number in range(vocab - len(pieces))]
     scored = [(piece, -float(number)) for number, piece in enumerate(pieces)]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=specials["<unk>"], byte_fallback=False))
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=ROBERTA_SPECIALS["<unk>"], byte_fallback=False))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     roles = {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>", "bos": "<s>", "eos": "</s>"}
     named = {f"{role}_token": token for role, token in roles.items()}
     frame = ("<s> $A </s>", "<s> $A </s> </s> $B </s>")
-    _save(folder, tokenizer, specials, frame, {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
+    _save(folder, tokenizer, ROBERTA_SPECIALS, frame, {"tokenizer_class": "XLMRobertaTokenizerFast", **named})
 
 
 def write_modernbert(
@@ -193,7 +169,7 @@ def write_modernbert(
 
     Every third layer is global (layer 0 first), the others see ``local_attention // 2`` tokens to each side.
     """
-    sizes, stored = _sized(changes, layers=4, ffn=96, vocab=320, max_positions=256)
+    sizes, stored = sized(changes, layers=4, ffn=96, vocab=320, max_positions=256)
     config = {
         "architectures": ["ModernBertForSequenceClassification" if rerank else "ModernBertModel"],
         "model_type": "modernbert",
@@ -214,9 +190,7 @@ def write_modernbert(
         **{f"{role}_token_id": id for role, id in (("cls", 2), ("bos", 2), ("sep", 3), ("eos", 3))},
     }
     task: Task = "rerank" if rerank else "embed"
-    own = ("head.", "classifier.")
-    prefix = (lambda name: name if name.startswith(own) else "model." + name) if rerank else None
-    _finish(folder, "modernbert", task, config, prefix=prefix, **stored)
+    _finish(folder, "modernbert", task, config, prefix="model." if rerank else "", **stored)
     if not rerank:
         sentence_files(folder, config, pooling, normalize)
     write_bytelevel_tokenizer(folder, config["vocab_size"], BERT_SPECIALS, frame=BERT_FRAME)
@@ -239,7 +213,7 @@ def write_qwen3(
 ) -> Path:
     """Write a Qwen3 or Qwen2 embedder (last-token pooling), yes/no reranker or generator (tied)."""
     causal = rerank or generate
-    sizes, stored = _sized(changes, vocab=320, max_positions=512)
+    sizes, stored = sized(changes, vocab=320, max_positions=512)
     config: dict[str, Any] = {
         "architectures": [family.title() + ("ForCausalLM" if causal else "Model")],
         "model_type": family,
@@ -257,15 +231,14 @@ def write_qwen3(
         "pad_token_id": 0,
     }
     task: Task = "rerank" if rerank else "generate" if generate else "embed"
-    prefix = (lambda name: "model." + name) if causal else None
     if family == "qwen2":
         del config["attention_bias"]
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-    _finish(folder, family, task, config, prefix=prefix, **stored)
+    _finish(folder, family, task, config, prefix="model." if causal else "", **stored)
     frame = None if causal else ("$A <|endoftext|>", "$A <|endoftext|> $B:1 <|endoftext|>:1")
     ids = write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=frame)
     if rerank:
-        _json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
+        write_json(folder / "1_LogitScore" / "config.json", {"true_token_id": ids["yes"], "false_token_id": ids["no"]})
     if task == "embed":
         sentence_files(folder, config, "lasttoken", normalize)
     return folder
@@ -275,7 +248,7 @@ def write_llama(
     folder: Path, *, kv_heads: int = 2, tied: bool = False, family: Family = "llama", **changes: Any
 ) -> Path:
     """Write a llama-family generator (LlamaForCausalLM, MistralForCausalLM)."""
-    sizes, stored = _sized(changes, vocab=320, max_positions=256)
+    sizes, stored = sized(changes, vocab=320, max_positions=256)
     config = {
         "architectures": [family.title() + "ForCausalLM"],
         "model_type": family,
@@ -292,8 +265,7 @@ def write_llama(
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    prefix = lambda name: name if name.startswith("lm_head") else "model." + name  # noqa: E731
-    _finish(folder, family, "generate", config, prefix=prefix, **stored)
+    _finish(folder, family, "generate", config, prefix="model.", **stored)
     write_bytelevel_tokenizer(folder, config["vocab_size"], QWEN_SPECIALS, frame=None)
     return folder
 
@@ -347,16 +319,8 @@ def write_bytelevel_tokenizer(
     folder: Path, vocab: int, specials: Mapping[str, int], *, frame: tuple[str, str] | None
 ) -> dict[str, int]:
     """Write a byte-level BPE tokenizer.json with exactly *vocab* entries (at least 256 + specials + 8 merges)."""
-    merges = [
-        ("y", "e"),
-        ("ye", "s"),
-        ("n", "o"),
-        ("t", "h"),
-        ("th", "e"),
-        ("\u0120", "the"),
-        ("\u0120", "c"),
-        ("a", "t"),
-    ]
+    merges = [("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e")]
+    merges += [("\u0120", "the"), ("\u0120", "c"), ("a", "t")]
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     spare = iter(range(256, 512))
     alphabet = [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
@@ -388,22 +352,22 @@ def _save(
         tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], pair=frame[1], special_tokens=used)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
-def sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool) -> None:
-    """Write what sentence-transformers keeps beside a model: pooling, normalisation, the length limit."""
-    kind = "sentence_transformers.models."
-    modules = [{"idx": 0, "name": "0", "path": "", "type": kind + "Transformer"}]
-    modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": kind + "Pooling"})
-    if normalize:
-        modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": kind + "Normalize"})
-    (folder / "modules.json").write_text(json.dumps(modules, indent=2))
+def sentence_files(folder: Path, config: Mapping[str, Any], pooling: str, normalize: bool, *, dense: int = 0) -> None:
+    """Write what sentence-transformers keeps beside a model: pooling, *dense* layers, normalisation, the limit."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalize]
+    modules = [
+        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
+        for n, kind in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", modules)
     modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     flags = {f"pooling_mode_{flag}": name == pooling for name, flag in modes.items()}
-    _json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], **flags})
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"], **flags})
     longest = config["max_position_embeddings"]
-    _json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
 
 
 def _finish(
@@ -412,35 +376,55 @@ def _finish(
     task: Task,
     config: dict[str, Any],
     *,
-    prefix: Callable[[str], str] | None,
+    prefix: str,
     seed: int = 0,
     dtype: str = "float32",
     shards: int = 1,
 ) -> None:
     if task == "rerank" and family != "qwen3":
-        config = {**config, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    config = {**config, "dtype": dtype}
-    _json(folder / "config.json", config)
+        config = {**config, **ONE_LABEL}
     full = complete_config(config, family, where="toy")
     weights = random_weights(layout.required(family, task, full), seed)
-    stored = {(prefix(name) if prefix else name): array for name, array in weights.items()}
-    if shards == 1:
-        safetensors.write(folder / "model.safetensors", stored, metadata={"format": "pt"}, dtype=DTYPES[dtype])
-        return
-    names = list(stored)
-    weight_map: dict[str, str] = {}
-    for n in range(shards):
-        part = names[n::shards]
-        file = f"model-{n + 1:05d}-of-{shards:05d}.safetensors"
-        safetensors.write(folder / file, {k: stored[k] for k in part}, metadata={"format": "pt"}, dtype=DTYPES[dtype])
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(array.nbytes for array in stored.values())
-    _json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_model(folder, {**config, "dtype": dtype}, weights, prefix=prefix, dtype=dtype, shards=shards)
 
 
-def _json(file: Path, value: dict[str, Any]) -> None:
+def write_model(
+    folder: Path,
+    config: dict[str, Any],
+    weights: Mapping[str, np.ndarray],
+    names: Mapping[str, str] = {},
+    *,
+    prefix: str = "",
+    dtype: str = "float32",
+    shards: int = 1,
+) -> None:
+    """Write config.json and the weights: *names* replaced in each one's, all but a head's behind *prefix*."""
+    write_json(folder / "config.json", config)
+    stored = {}
+    for name, array in weights.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        stored[name if name.startswith(("classifier", "head.", "lm_head")) else prefix + name] = array
+    parts = [list(stored)[n::shards] for n in range(shards)]
+    files = ["model.safetensors"] if shards == 1 else [f"model-{n}-of-{shards}.safetensors" for n in range(shards)]
+    for file, part in zip(files, parts, strict=True):
+        own = {name: stored[name] for name in part}
+        safetensors.write(folder / file, own, metadata={"format": "pt"}, dtype=DTYPES[dtype])
+    if shards > 1:
+        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file, in a folder that is made for it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def edit(file: Path, **changes: Any) -> Path:
+    """Change keys of a JSON object; one that is None stays as null. Return the folder."""
+    write_json(file, {**json.loads(file.read_text("utf-8")), **changes})
+    return file.parent
 
 
 TOYS: dict[str, Callable[[Path], Path]] = {

@@ -14,6 +14,10 @@ from synapse_host.text import background
 from synapse_host.text.background import beside
 
 
+def running() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "synapse-background"]
+
+
 def test_a_result_and_a_failure_come_back() -> None:
     value: contextvars.ContextVar[int] = contextvars.ContextVar("value")
 
@@ -39,56 +43,28 @@ def test_no_more_threads_than_the_limit_and_none_afterwards(monkeypatch: pytest.
 
     async def body() -> list[int]:
         waiting = [beside(lambda number=number: work(number)) for number in range(20)]  # type: ignore[misc]
-        assert background.busy()
+        assert len(running()) == 2
         go.set()
         return await asyncio.gather(*waiting)
 
     assert asyncio.run(body()) == list(range(20))
     assert len(seen) <= 2
-    for thread in threading.enumerate():  # also one that found nothing left to do
-        if thread.name == "synapse-background":
-            thread.join(60)
-    assert not background.busy()
-
-
-def test_a_loop_does_not_wait_for_it_at_its_end() -> None:
-    go, ended = threading.Event(), threading.Event()
-
-    def work() -> None:
-        go.wait(60)
-        ended.set()
-
-    async def body() -> None:
-        beside(work)
-
-    asyncio.run(body())
-    assert not ended.is_set()
-    go.set()
-    assert ended.wait(60)
+    for thread in running():  # also one that found nothing left to do
+        thread.join(60)
 
 
 @pytest.mark.process
-def test_an_interpreter_does_not_wait_for_it_at_its_exit() -> None:
-    code = (
-        "import asyncio, time\nfrom synapse_host.text.background import beside\n"
-        "async def body(): beside(lambda: time.sleep(600))\n"
-        "asyncio.run(body())\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_starts_its_own() -> None:
-    go = threading.Event()
-
-    async def body() -> None:
-        beside(lambda: go.wait(60))
-
-    asyncio.run(body())
-    if (pid := os.fork()) == 0:
-        os._exit(3 if background.busy() else 0)
-    go.set()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def test_neither_a_loop_nor_an_interpreter_waits_for_it_and_a_forked_child_starts_its_own() -> None:
+    code = (
+        "import asyncio, os, time\nfrom synapse_host.text.background import LIMIT, beside\n"
+        "async def body(): [beside(lambda: time.sleep(600)) for _ in range(LIMIT)]\n"
+        "asyncio.run(body())\n"
+        "async def work(): return await beside(lambda: 3)\n"
+        "os._exit(asyncio.run(work())) if (pid := os.fork()) == 0 else None\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 3
 
 
 def test_where_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +81,6 @@ def test_where_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> No
                 with pytest.raises(QueueFull, match="no further thread") as refused:
                     beside(lambda: ran.append(1))
                 assert refused.value.details == {"reason": "threads"}
-            assert not background.busy()
         first = beside(lambda: go.wait(60))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)

@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,22 @@ def bundle(tmp_path: Path, template: Any = TEMPLATE) -> Bundle:
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
     """One process for all tests of the module: it outlives what the hostile ones do, or is replaced."""
-    made = Renderer(tmp_path_factory.mktemp("renderer"))
-    try:
+    with closing(Renderer(tmp_path_factory.mktemp("renderer"))) as made:
         # Here, not in a test: it is no leak of the first one.
         made.render("", [], name="toy")
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
 def ids(renderer: Renderer) -> Ids:
-    def call(found: Bundle, prompt: Any) -> list[int]:
-        return chat_ids(found, TextTokenizer(found), renderer, prompt)
-
-    return call
+    return lambda found, prompt: chat_ids(found, TextTokenizer(found), renderer, prompt)
 
 
 @pytest.fixture
 def render(renderer: Renderer) -> Render:
-    def call(text: str, messages: Any = (), **tokens: str) -> str:
-        return renderer.render(text, messages or [{"role": "user", "content": "a"}], name="toy", tokens=tokens)
-
-    return call
+    """The text of a template, by default for one message."""
+    one = [{"role": "user", "content": "a"}]
+    return lambda text, messages=one, **tokens: renderer.render(text, messages, name="toy", tokens=tokens)
 
 
 def test_the_templates_marks_are_tokens_and_the_message_is_text(tmp_path: Path, ids: Ids) -> None:
@@ -128,13 +122,10 @@ def test_a_hostile_or_broken_template_is_a_broken_bundle(render: Render, templat
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
     "a tower of powers": "{{ 9 ** (9 ** 9) }}",
-    "bytes of a number": "{{ (1).to_bytes(10**10, 'big') | length }}",
     "translate": "{% set t = {97: 'b' * 4000} %}{% set n = namespace(s='a' * 4000) %}{% for _ in range(9) %}"
     "{% set n.s = n.s.translate(t).replace('b', 'a') %}{% endfor %}",
     "doubled by ~": "{% set n = namespace(s='ab') %}{% for _ in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "a width": "{{ 'a' | center(10000000000) }}",
-    "a width of a method": "{{ 'a'.ljust(2**62) }}",
-    "joined": "{{ range(99999) | join('b' * 100000) }}",
 }
 
 
@@ -163,14 +154,11 @@ def quick(tmp_path: Path) -> Iterator[Renderer]:
     """A renderer whose process gets one second and no more."""
     program = Path(template_child.__file__).read_text().replace("CPU_S: Final = 5", "CPU_S: Final = 0")
     (tmp_path / "template_child.py").write_text(program)
-    made = Renderer(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "PROGRAM", tmp_path / "template_child.py")
-        made.render("", [], name="toy")
-    try:
+    with closing(Renderer(tmp_path)) as made:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(template, "PROGRAM", tmp_path / "template_child.py")
+            made.render("", [], name="toy")
         yield made
-    finally:
-        made.close()
 
 
 def test_a_template_that_waits_is_killed_by_the_clock(monkeypatch: pytest.MonkeyPatch, quick: Renderer) -> None:
@@ -182,8 +170,8 @@ def test_a_template_that_waits_is_killed_by_the_clock(monkeypatch: pytest.Monkey
 
 
 def test_the_process_is_kept_and_another_takes_its_place(tmp_path: Path) -> None:
-    others, made = children(), Renderer(tmp_path)
-    try:
+    others = children()
+    with closing(Renderer(tmp_path)) as made:
         made.render("a", [], name="toy")
         (pid,) = children() - others
         # A session of its own, the folder it was given, its three streams and nothing else of ours.
@@ -196,8 +184,6 @@ def test_the_process_is_kept_and_another_takes_its_place(tmp_path: Path) -> None
             time.sleep(0.01)
         assert made.render("c", [], name="toy") == "c"
         assert pid not in children() and len(children() - others) == 1
-    finally:
-        made.close()
     assert children() == others
     with pytest.raises(InvalidRequest, match="this host is closed"):
         made.render("a", [], name="toy")
@@ -210,32 +196,19 @@ def ended(pid: int) -> bool:
 
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM, "closed"])
 def test_an_end_in_the_middle_of_a_template_is_no_fault_of_the_bundle(tmp_path: Path, way: int | str) -> None:
-    others, made = children(), Renderer(tmp_path)
-    failed: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            made.render(HOSTILE["nested loops"], [], name="toy")
-        except QueueFull as exc:
-            failed.append(exc)
-
-    try:
+    others = children()
+    with closing(Renderer(tmp_path)) as made, ThreadPoolExecutor(1) as pool:
         made.render("", [], name="toy")
-        caller = threading.Thread(target=call)
-        caller.start()
+        call = pool.submit(made.render, HOSTILE["nested loops"], [], name="toy")
         time.sleep(0.1)
-        started = time.monotonic()
         if isinstance(way, str):
             made.close()
         else:
             os.kill(*(children() - others), way)
-        caller.join(10)
-        assert time.monotonic() - started < template_child.CPU_S - 1, "the template was left to run"
-        assert not caller.is_alive() and len(failed) == 1
+        with pytest.raises(QueueFull):
+            call.result(template_child.CPU_S - 1)  # the template isn't left to run
         if way != "closed":
             assert made.render("{{ 2 }}", [], name="toy") == "2"
-    finally:
-        made.close()
     assert children() == others
 
 
@@ -261,18 +234,6 @@ def test_the_process_ends_with_its_host(tmp_path: Path) -> None:
     while not ended(pid):
         assert time.monotonic() < until, "it outlives its host"
         time.sleep(0.01)
-
-
-def test_what_templates_do(render: Render) -> None:
-    template = (
-        "{% set n = namespace(out='') %}{% for m in messages if m.role != 'system' %}"
-        "{% set n.out = n.out + '%s: **%s**' % (m.role, m.content | trim) ~ '\n' %}{% endfor %}{{ n.out }}"
-        "{{ strftime_now('%Y') | int > 2000 }}{{ ''.__class__ }}{{ messages.__init__ }}\n"
-        "{{ ['a', 'b'] | map('upper') | join('-') }} {{ {'k': [1, 2]} | tojson }} {{ '{:>3}'.format('x') }} "
-        "{% for k, v in [('a', 1), ('b', 2)] %}{{ k * v }}{% endfor %} {{ (3, 1) | sort | first }} {{ 7 % 4 }}"
-    )
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": " u "}]
-    assert render(template, messages) == 'user: **u**\nTrue\nA-B {"k": [1, 2]}   x abb 1 3'
 
 
 def test_a_template_may_refuse(render: Render) -> None:
@@ -333,9 +294,6 @@ def test_a_missing_jinja2_says_what_to_install(tmp_path: Path, monkeypatch: pyte
     program = Path(template_child.__file__).read_text().replace("import jinja2\n", "import no_such_module\n")
     (tmp_path / "child.py").write_text(program)
     monkeypatch.setattr(template, "PROGRAM", tmp_path / "child.py")
-    made = Renderer(tmp_path)
-    try:
-        with pytest.raises(InvalidRequest, match=r"jinja2 3\.1\.6.*synapse-workers\[chat\]"):
-            made.render("a", [], name="toy")
-    finally:
-        made.close()
+    said = r"jinja2 3\.1\.6.*synapse-workers\[chat\]"
+    with closing(Renderer(tmp_path)) as made, pytest.raises(InvalidRequest, match=said):
+        made.render("a", [], name="toy")

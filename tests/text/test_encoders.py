@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from synapse_host.errors import BundleInvalid, DeadlineExceeded, SequenceTooLong
 from synapse_host.text import encoders as encoding
 from synapse_host.text.encoders import Encoders
 from synapse_host.text.limits import FREE_CHARACTERS
+from synapse_host.text.rows import Rows
 from synapse_host.text.tokenizer import TextTokenizer
 from tests.support.small_bundle import write_bundle
 
@@ -43,23 +44,13 @@ def soon() -> float:
     return asyncio.get_running_loop().time() + 0.05
 
 
-def test_a_request_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
+def test_a_request_and_a_stream_past_their_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
     texts = ["a " * FREE_CHARACTERS]
 
     async def body() -> None:
         with pytest.raises(DeadlineExceeded) as caught:
             await encoding.encoded(texts, soon(), lambda: tokenizer.rows(texts))
         assert caught.value.details == {"stage": "tokenise"}
-
-    asyncio.run(body())
-    assert not stuck.is_set()
-
-
-def test_a_stream_past_its_deadline(tokenizer: TextTokenizer, stuck: threading.Event) -> None:
-    async def body() -> None:
-        with pytest.raises(DeadlineExceeded):
-            async for _ in encoding.chunks(tokenizer, iter("abc"), soon(), truncate=False, offset=0):
-                pass
 
     asyncio.run(body())
     assert not stuck.is_set()
@@ -86,31 +77,26 @@ def test_only_little_text_is_tokenised_on_the_loop(texts: list[Any], query: str 
     assert asyncio.run(body()) is here
 
 
-def test_an_iterable_is_read_beside_the_loop(tokenizer: TextTokenizer) -> None:
-    here = threading.current_thread()
+def test_the_next_chunk_is_made_ahead_and_a_failure_names_the_text(tokenizer: TextTokenizer) -> None:
+    texts = ["a"] * 2 * encoding.CHUNK + ["a " * 100]
+    begun: list[int] = []
 
-    def texts() -> Iterator[str]:
-        assert threading.current_thread() is not here
-        yield "a"
+    def encode(chunk: Sequence[str], start: int) -> Rows:
+        begun.append(start)
+        return tokenizer.rows(chunk, offset=start)
 
-    async def body() -> list[int]:
-        found = encoding.chunks(tokenizer, texts(), None, truncate=False, offset=0)
-        return [length async for rows in found for length in rows.lengths]
-
-    assert asyncio.run(body()) == [3]
-
-
-def test_a_streams_failure_is_the_callers_and_names_the_text(tokenizer: TextTokenizer) -> None:
-    async def body() -> list[int]:
-        texts = ["a"] * encoding.CHUNK + ["a " * 100]
-        sizes = []
+    async def body() -> None:
+        chunks = encoding.chunks(texts, None, encode)
+        assert [len((await anext(chunks)).lengths) for _ in range(2)] == [encoding.CHUNK] * 2
+        assert begun == [0, encoding.CHUNK], "one ahead, not all"
         with pytest.raises(SequenceTooLong) as caught:
-            async for rows in encoding.chunks(tokenizer, texts, None, truncate=False, offset=5):
-                sizes.append(len(rows.lengths))
-        assert caught.value.details["index"] == encoding.CHUNK + 5
-        return sizes
+            await anext(chunks)
+        assert caught.value.details["index"] == 2 * encoding.CHUNK
+        late = encoding.chunks(texts, asyncio.get_running_loop().time(), encode)
+        with pytest.raises(DeadlineExceeded):
+            [rows async for rows in late]
 
-    assert asyncio.run(body()) == [encoding.CHUNK]
+    asyncio.run(body())
 
 
 def test_a_tokenizer_is_opened_once_and_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

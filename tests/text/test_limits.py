@@ -16,6 +16,8 @@ def test_a_row_that_is_too_long_is_told_by_index() -> None:
     assert long.value.details == {"index": 2, "tokens": 812, "max_tokens": 512}
     assert long.value.message.startswith("text 2 has 812 tokens, minilm takes 512. Shorten it or pass truncate=True (")
     assert "takes 512. Shorten it or pass --truncate (" in long.value.said("command")
+    prompt = limits.too_long(0, 5, 4, model="toy", noun="prompt", at_least=True)
+    assert prompt.message == "the prompt has at least 5 tokens, toy takes 4. Shorten it."
 
 
 lengths = st.lists(st.integers(1, 400), max_size=700)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,15 +36,15 @@ def rows_of(ids: Any, lengths: list[int]) -> list[list[int]]:
     return rows
 
 
-DROPS = {"type": "Replace", "pattern": {"String": "ø"}, "content": ""}
-
-
 def changed(found: Bundle, **parts: Any) -> Bundle:
     """Return a bundle whose tokenizer.json has other *parts*."""
     file = found.path("tokenizer.json")
-    text = json.dumps({**json.loads(file.read_text()), **parts})
-    file.write_text(text)
-    tokenizer = FileRef(path=file.name, digest="sha256:" + hashlib.sha256(text.encode()).hexdigest())
+    return written(found, json.dumps({**json.loads(file.read_text()), **parts}))
+
+
+def written(found: Bundle, text: str) -> Bundle:
+    found.path("tokenizer.json").write_text(text)
+    tokenizer = FileRef("tokenizer.json", "sha256:" + hashlib.sha256(text.encode()).hexdigest())
     return replace(found, manifest=replace(found.manifest, tokenizer=tokenizer))
 
 
@@ -132,16 +131,9 @@ def test_a_prompt_is_before_every_text_and_never_cut(tmp_path: Path, prompt: str
     assert caught.value.details["tokens"] == 7 + len(before)
     with pytest.raises(InvalidRequest, match="text 3 is empty"):
         tokenizer.rows([" "], offset=3, prompt=prompt)
-
-
-def test_a_prompt_that_is_not_there_or_leaves_no_room_is_refused(tmp_path: Path) -> None:
-    tokenizer = TextTokenizer(bundle(tmp_path, max_tokens=4, **PROMPTS))
-    for name in ("Query", "", ["query"], 1):
-        with pytest.raises(InvalidRequest, match="bare, long, query, none") as caught:
-            tokenizer.rows(["a"], prompt=name)  # type: ignore[arg-type]
-        assert caught.value.details == {"prompts": ["bare", "long", "query", "none"]}
-    with pytest.raises(InvalidRequest, match="leaves no room"):
-        tokenizer.rows(["c"], truncate=True, prompt="long")
+    if len(before) == 2:
+        with pytest.raises(InvalidRequest, match="leaves no room"):
+            TextTokenizer(bundle(tmp_path, max_tokens=4, **PROMPTS)).rows(["c"], truncate=True, prompt=prompt)
 
 
 @pytest.mark.parametrize(
@@ -221,25 +213,18 @@ def test_a_qwen3_reranker_gets_its_question_around_the_pair(tmp_path: Path) -> N
 
 
 def test_a_qwen3_reranker_reads_each_document_once(tmp_path: Path) -> None:
-    tokenizer = TextTokenizer(bundle(tmp_path, task="rerank", family="qwen3", frame=False, max_tokens=200))
+    found = bundle(tmp_path, task="rerank", family="qwen3", frame=False, max_tokens=200)
+    tokenizer = TextTokenizer(found)
     counting = Counting(tokenizer)
     tokenizer.pairs("query", ["a " * 20, "b " * 20])
     documents = [size for sizes in counting.sizes for size in sizes if size > 150]
     assert len(documents) == 2
     with pytest.raises(InvalidRequest, match="document 1 is empty"):
         tokenizer.pairs("query", ["a", " "])
-    dropping = TextTokenizer(
-        changed(bundle(tmp_path / "d", task="rerank", family="qwen3", frame=False, max_tokens=200), normalizer=DROPS)
-    )
+    drops = {"type": "Replace", "pattern": {"String": "ø"}, "content": ""}
     with pytest.raises(InvalidRequest, match="document 1 has no tokens") as caught:
-        dropping.pairs("query", ["a", "øø"])
+        TextTokenizer(changed(found, normalizer=drops)).pairs("query", ["a", "øø"])
     assert caught.value.details == {"index": 1}
-
-
-def test_a_prompt_has_no_index(tmp_path: Path) -> None:
-    tokenizer = TextTokenizer(bundle(tmp_path / "1", task="generate", frame=False, max_tokens=4))
-    with pytest.raises(SequenceTooLong, match=r"^the prompt has 5 tokens, toy takes 4\. Shorten it\.$"):
-        tokenizer.prompt("a b c d e")
 
 
 def test_a_broken_or_a_changed_tokenizer_is_a_broken_bundle(tmp_path: Path) -> None:
@@ -251,24 +236,10 @@ def test_a_broken_or_a_changed_tokenizer_is_a_broken_bundle(tmp_path: Path) -> N
         TextTokenizer(found)
     assert caught.value.details["expected"] == found.manifest.tokenizer.digest
     for text in ("", "{}", "not json"):
-        file.write_text(text)
-        digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-        tokenizer = FileRef(path="tokenizer.json", digest=digest)
         with pytest.raises(BundleInvalid, match="can't be read as a tokenizer"):
-            TextTokenizer(replace(found, manifest=replace(found.manifest, tokenizer=tokenizer)))
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO")
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_a_tokenizer_that_is_no_plain_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
-    found = bundle(tmp_path)
-    file = found.path("tokenizer.json")
+            TextTokenizer(written(found, text))
     file.unlink()
-    if kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero")
-    with pytest.raises(BundleInvalid, match="can't be read as a tokenizer: not a plain file"):
+    with pytest.raises(BundleInvalid, match="can't be read as a tokenizer: No such file"):
         TextTokenizer(found)
 
 

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
-from engines.protocol.errors import VersionMismatch
 from engines.protocol.messages import EngineInfo, Hello
 from synapse_host.errors import LaneRefused
-from synapse_host.placement.spec import LaneSpec, LoadSpec
-from synapse_host.worker.handshake import HandshakeFault, Peer, refused_version, verify
+from synapse_host.placement.spec import LaneSpec
+from synapse_host.worker.handshake import HandshakeFault, Peer, verify
+from tests.support.lanes import lane
 
 NONCE = "0123456789abcdef"
 DIGEST = "a" * 64
 
 
 def spec(**changes) -> LaneSpec:
-    base = LaneSpec(
-        lane_id="l",
-        model="m",
-        kind="catalog",
-        engine_id="cuda",
-        expected_engine="owned-cuda",
-        owned=True,
-        device="cuda:0",
-        command=("x",),
-        load=LoadSpec("a", "d", "f"),
-        manifest_digest=DIGEST,
-    )
-    return dataclasses.replace(base, **changes)
+    base = {"expected_engine": "owned-cuda", "owned": True, "device": "cuda:0", "manifest_digest": DIGEST}
+    return lane(**{**base, **changes})
 
 
 def hello(**changes) -> Hello:
@@ -111,7 +98,7 @@ def test_a_deployment_error_names_reason_expected_and_observed(changes, pins, re
     with pytest.raises(LaneRefused) as caught:
         check(hello(**changes), spec(**pins), revision=revision)
     error = caught.value
-    assert error.details == {"lane_id": "l", "reason": reason, "expected": expected, "observed": observed}
+    assert error.details == {"lane_id": "toy", "reason": reason, "expected": expected, "observed": observed}
     said = "nothing" if observed is None else repr(observed)
     assert f"{reason.replace('_', ' ')} is {said}, expected {expected!r}" in error.message
     assert not error.transient and error.message.endswith("then unload or reload the lane")
@@ -126,8 +113,3 @@ def test_a_fault_comes_before_a_refusal():
         check(hello(engine=OTHER, nonce="bad", pid=7))
     with pytest.raises(HandshakeFault, match="pid"):
         check(hello(engine=OTHER, pid=7))
-
-
-def test_another_version_is_a_refusal():
-    error = refused_version(spec(), VersionMismatch(2, 3))
-    assert error.details == {"lane_id": "l", "reason": "version", "expected": 3, "observed": 2}

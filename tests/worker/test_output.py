@@ -16,20 +16,22 @@ def test_tags_do_not_count_and_the_tail_of_a_position_is_rendered_alone():
     ring.write("stdout", b"ab\n")
     ring.write("stderr", b"cd\n")
     ring.write("stdout", b"efgh")
-    assert len(ring) == 10
     assert ring.render() == "[stdout] ab\n[stderr] cd\n[stdout] efgh"
     assert ring.render(6) == "[stdout] efgh" and ring.render(4) == "[stderr] d\n[stdout] efgh"
     ring.write("stderr", b"one\ntwo\n\xff")
     assert ring.render() == "[stdout] h\n[stderr] one\n[stderr] two\n[stderr] \ufffd"
-    with pytest.raises(ValueError, match="capacity"):
-        LogRing(-1)
 
 
 @settings(deadline=None)
 @given(
-    st.integers(0, 40),
-    st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=25)), max_size=12),
-    st.integers(-5, 320),
+    st.integers(0, 40) | st.just(2000),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["stdout", "stderr"]), st.binary(max_size=25) | st.binary(min_size=600, max_size=600)
+        ),
+        max_size=12,
+    ),
+    st.integers(-5, 7500),
 )
 def test_what_came_after_a_position(capacity, writes, position):
     ring = LogRing(capacity)
@@ -48,7 +50,6 @@ def test_what_came_after_a_position(capacity, writes, position):
     kept = everything[max(start, len(everything) - capacity) :]
     assert [(stream, byte) for stream, part in runs for byte in part] == kept
     assert missed + len(kept) == len(everything) - start
-    assert len(ring) == min(capacity, len(everything))
     assert ring.since(ring.written) == ([], 0)
 
 

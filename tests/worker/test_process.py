@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from synapse_host.placement import probe
-from synapse_host.placement.child import signal_name
 from synapse_host.worker.process import Death, WorkerProcess, diagnose
 from tests.support.lanes import alive, until
 
@@ -68,13 +67,6 @@ async def test_a_status_that_somebody_else_took_is_unknown_and_not_zero(sigchld_
     assert (silent.code, silent.why) == ("probe_crashed", "its probe ended with an unknown status: boom")
     assert probe.version_line((sys.executable, "-c", "print('x 1')"), cwd=None, env={}) == "x 1"
     assert probe.probe((sys.executable, "-c", "import time; time.sleep(60)"), limit=0.5).code == "probe_timeout"
-
-
-@pytest.mark.parametrize(
-    ("code", "name"), [(0, None), (3, None), (None, None), (-9, "SIGKILL"), (-4, "SIGILL"), (-63, "SIG63")]
-)
-def test_signal_names(code, name):
-    assert signal_name(code) == name
 
 
 @pytest.mark.parametrize(
@@ -154,11 +146,12 @@ async def test_dump_asks_for_a_traceback_and_never_after_the_end():
     child.process.kill()
 
 
-async def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
-    def refuse(pid, flags=0):
-        raise OSError("no pidfd here")
+def no_pidfd(pid, flags=0):
+    raise OSError("no pidfd here")
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+
+async def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
+    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
     child = Child(GRANDCHILD.format(new=False, then="sys.exit(3)"))
     await child.wrote(b"end")
     pid = int(child.written["stdout"].split()[1])
@@ -168,33 +161,24 @@ async def test_without_pidfd_a_thread_sees_the_exit(monkeypatch):
     await child.process.drain()
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-async def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, nth):
+@pytest.mark.parametrize("refused", [1, 2, 3, "thread"])
+async def test_a_spawn_that_cannot_be_watched_leaves_nothing(monkeypatch, refused):
+    """The limit of watches, or that of processes: told as the process's own refusal is."""
     loop = asyncio.get_running_loop()
     add_reader, calls = loop.add_reader, []
 
-    def refuse(*args):
+    def watch(*args):
         calls.append(args)
-        if len(calls) == nth:
+        if len(calls) == refused:
             raise OSError(28, "no watches left")
         add_reader(*args)
-
-    monkeypatch.setattr(loop, "add_reader", refuse)
-    with pytest.raises(OSError, match="no watches left"):
-        Child("import time; time.sleep(600)")
-    assert len(calls) == nth
-
-
-async def test_a_spawn_that_gets_no_thread_to_watch_it_leaves_nothing(monkeypatch):
-    """At the limit of processes; told as the process's own refusal is."""
-
-    def refuse(*args):
-        raise OSError("no pidfd here")
 
     def no_thread(self):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(OSError, match="no thread can be started"):
+    monkeypatch.setattr(loop, "add_reader", watch)
+    if refused == "thread":
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="no thread can be started" if refused == "thread" else "no watches left"):
         Child("import time; time.sleep(600)")

@@ -39,11 +39,11 @@ def private(root: Path, name: str = "synapse-abcdefgh", *, line: bytes = b"4242\
 
 def test_a_living_hosts_directory_stays(root):
     with holder(root) as (process, directory, listening):
-        assert remains.abandoned(root) == remains.sweep(root) == []
+        assert remains.sweep(root, remove=False) == remains.sweep(root) == []
         assert directory.exists() and listening.is_socket()
         process.kill()
         process.wait()
-        assert remains.abandoned(root) == [directory]
+        assert remains.sweep(root, remove=False) == [directory]
         assert remains.sweep(root) == [directory]
 
 
@@ -68,9 +68,9 @@ def test_a_short_directory_for_long_paths_is_removed_too(root):
     deep.mkdir(mode=0o700)
     directory, listening = kill_one(deep)
     short = listening.parent
-    assert short.parent == Path("/tmp") and remains.abandoned(deep) == [directory]
+    assert short.parent == Path("/tmp") and remains.sweep(deep, remove=False) == [directory]
     # Any host that starts meanwhile may have removed it already.
-    assert short in remains.abandoned(Path("/tmp")) or not short.exists()
+    assert short in remains.sweep(Path("/tmp"), remove=False) or not short.exists()
     remains.sweep(Path("/tmp"))
     remains.sweep(deep)
     assert not short.exists() and not directory.exists()
@@ -115,7 +115,7 @@ def test_what_is_dead_and_private_goes_and_no_link_in_it_is_followed(root, monke
 def test_what_is_not_provably_ours_stays(root, what, change):
     change(private(root))
     before = sorted(root.rglob("*"))
-    assert remains.abandoned(root) == remains.sweep(root) == []
+    assert remains.sweep(root, remove=False) == remains.sweep(root) == []
     assert sorted(root.rglob("*")) == before
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import re
 import struct
 import subprocess
 import sys
-import textwrap
-import types
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock, call
 
 import pytest
 
@@ -24,197 +25,147 @@ from synapse_host.worker.handshake import Peer
 ACCESS_DENIED = 5
 
 
-def test_names_mix_directory_host_and_worker() -> None:
-    name = windows.pipe_name(Path("a"), "toy-1", pid=1)
-    assert name.startswith("\\\\.\\pipe\\synapse-") and len(name) == len("\\\\.\\pipe\\synapse-") + 16
-    assert name == windows.pipe_name(Path("a"), "toy-1", pid=1)
-    pairs = [("b", "toy-1", 1), ("a", "toy-2", 1), ("a", "toy-1", 2), ("a\0t", "oy-1", 1)]
-    assert len({name, *(windows.pipe_name(Path(p), w, pid=n) for p, w, n in pairs)}) == 5
+def test_names_mix_directory_host_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     # Lone surrogates are what undecodable file names look like.
-    assert windows.pipe_name(Path("\udcff"), "toy-1", pid=1) != name
-
-
-class Kernel:
-    """kernel32, advapi32 and `_winapi` in one; remembers every call."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.pipes: list[tuple[Any, ...]] = []
-        self.closed: list[int] = []
-        self.limits = (0, b"")
-        self.refuse = ""
-        """The function that fails with ACCESS_DENIED."""
-
-    def __getattr__(self, name: str) -> Any:
-        if not name[0].isupper():
-            raise AttributeError(name)
-
-        def call(*arguments: Any) -> int:
-            self.calls.append(name)
-            return 0 if name == self.refuse else self.answer(name, *arguments)
-
-        self.__dict__[name] = call
-        return call
-
-    def answer(self, name: str, *arguments: Any) -> int:
-        match name, arguments:
-            case "ConvertStringSecurityDescriptorToSecurityDescriptorW", (sddl, 1, out, None):
-                out._obj.value = 50
-                self.sddl = sddl
-            case "CreateNamedPipe", (*plain, where):
-                size, descriptor, inherit = struct.unpack("@IPi4x", ctypes.string_at(where, 24))
-                assert (size, descriptor, inherit) == (24, 50, 0) and "LocalFree" not in self.calls
-                self.pipes.append(tuple(plain))
-                return 60
-            case "GetNamedPipeClientProcessId", (handle, out):
-                assert handle.value == 60
-                out._obj.value = 4711
-            case "CreateJobObjectW", (None, None):  # a named job could be opened by others
-                return 70
-            case "SetInformationJobObject", (job, kind, limits, size):
-                assert job.value == 70 and size == len(limits)
-                self.limits = kind, limits
-            case "AssignProcessToJobObject", (job, process):
-                assert (job.value, process.value) == (70, 1234)
-            case "CloseHandle", (handle,):
-                self.closed.append(handle.value)
-        return 1
+    pairs = [("a", "toy-1"), ("b", "toy-1"), ("a", "toy-2"), ("a\0t", "oy-1"), ("\udcff", "toy-1")]
+    names = {windows.pipe_name(Path(path), worker) for path, worker in pairs * 2}
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    names.add(windows.pipe_name(Path("a"), "toy-1"))
+    assert len(names) == 6 and all(re.fullmatch(r"\\\\\.\\pipe\\synapse-[0-9a-f]{16}", name) for name in names)
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    kernel = Kernel()
-    utils = types.ModuleType("asyncio.windows_utils")
-    handle = types.SimpleNamespace(handle=60, close=lambda: kernel.closed.append(60))
-    utils.PipeHandle = lambda value: handle  # type: ignore[attr-defined]
-    monkeypatch.setattr(windows, "sys", types.SimpleNamespace(platform="win32"))
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """kernel32, advapi32 and `_winapi` in one; every call succeeds and is remembered."""
+    kernel = MagicMock()
+
+    def described(sddl: str, revision: int, out: Any, size: None) -> int:
+        out._obj.value = 50
+        return 1
+
+    def made(*arguments: Any) -> int:
+        kernel.attributes = struct.unpack("@IPi4x", ctypes.string_at(arguments[-1], 24))
+        return 60
+
+    def asked(handle: Any, out: Any) -> int:
+        out._obj.value = 4711
+        return 1
+
+    kernel.ConvertStringSecurityDescriptorToSecurityDescriptorW.side_effect = described
+    kernel.CreateNamedPipe.side_effect = made
+    kernel.GetNamedPipeClientProcessId.side_effect = asked
+    kernel.CreateJobObjectW.return_value = 70
+    utils = SimpleNamespace(PipeHandle=lambda value: SimpleNamespace(handle=value, close=kernel.closed))
     monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error=False: kernel, raising=False)
     monkeypatch.setattr(ctypes, "get_last_error", lambda: ACCESS_DENIED, raising=False)
     monkeypatch.setattr(ctypes, "WinError", lambda code=0: OSError(code, f"Windows error {code}"), raising=False)
     monkeypatch.setitem(sys.modules, "asyncio.windows_utils", utils)
-    monkeypatch.setitem(sys.modules, "_winapi", kernel)  # type: ignore[arg-type]
-    yield kernel
+    monkeypatch.setitem(sys.modules, "_winapi", kernel)
+    return kernel
 
 
-def test_the_pipe_is_private_single_local_and_a_stream(kernel: Kernel) -> None:
+def refuse(kernel: Any, call: str) -> None:
+    getattr(kernel, call).side_effect = lambda *arguments: 0
+
+
+def test_the_pipe_is_private_single_local_and_a_stream(kernel: Any) -> None:
     listener = windows.listen(Path("rt"), "toy-1")
     # winbase.h: PIPE_ACCESS_DUPLEX 3, FILE_FLAG_OVERLAPPED 0x40000000, FILE_FLAG_FIRST_PIPE_INSTANCE 0x00080000;
     # PIPE_TYPE_MESSAGE 4 and PIPE_READMODE_MESSAGE 2 are off, PIPE_REJECT_REMOTE_CLIENTS 8 is on; one instance.
-    assert kernel.pipes == [(listener.arguments[1], 0x40080003, 0x8, 1, 65536, 65536, 0)]
-    assert listener.arguments[0] == "--pipe"
+    pipe = (listener.arguments[1], 0x40080003, 0x8, 1, 65536, 65536, 0)
+    assert kernel.CreateNamedPipe.call_args.args[:-1] == pipe and listener.arguments[0] == "--pipe"
+    assert kernel.attributes == (24, 50, 0), "a size, the descriptor, nothing inherited"
     # A protected list (P: nothing inherited) with one entry: everything for the owner.
-    assert kernel.sddl == "D:P(A;;GA;;;OW)"
-    assert kernel.calls[-1] == "LocalFree", "the descriptor is freed, after the pipe was made from it"
+    made, _, freed = kernel.method_calls
+    assert made.args[0] == "D:P(A;;GA;;;OW)"
+    assert freed == call.LocalFree(made.args[2]._obj), "the descriptor is freed, after the pipe was made from it"
     listener.close()
     listener.close()
-    assert kernel.closed == [60]
+    kernel.closed.assert_called_once_with()
 
 
-def test_a_descriptor_that_cannot_be_made_makes_no_pipe(kernel: Kernel) -> None:
-    kernel.refuse = "ConvertStringSecurityDescriptorToSecurityDescriptorW"
+def test_a_descriptor_that_cannot_be_made_makes_no_pipe(kernel: Any) -> None:
+    refuse(kernel, "ConvertStringSecurityDescriptorToSecurityDescriptorW")
     with pytest.raises(OSError):
         windows.listen(Path("rt"), "toy-1")
-    assert kernel.pipes == []
+    kernel.CreateNamedPipe.assert_not_called()
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_pipe_becomes_the_connection_of_the_right_process(kernel: Kernel, known: bool) -> None:
-    kernel.refuse = "" if known else "GetNamedPipeClientProcessId"
-
-    async def main() -> None:
-        listener = windows.listen(Path("rt"), "toy-1")
-        loop: Any = asyncio.get_running_loop()
-        accepted: list[int] = []
-        made: list[Any] = []
-        seen: list[Peer] = []
-
-        class Proactor:
-            async def accept_pipe(self, opened: Any) -> None:
-                accepted.append(opened.handle)
-
-        loop._proactor = Proactor()
-        loop._make_duplex_pipe_transport = lambda opened, protocol: made.append((opened.handle, protocol))
-
-        def admit(peer: Peer) -> bool:
-            seen.append(peer)
-            return len(seen) == 3
-
-        protocol = asyncio.Protocol()
-        await listener.connect(protocol, admit)
-        assert accepted == [60] * 3 and seen == [Peer(None, 4711 if known else None)] * 3
-        assert kernel.calls.count("DisconnectNamedPipe") == 2, "strangers are put out before the next waits"
-        assert made == [(60, protocol)]
-        listener.close()
-        assert kernel.closed == [], "the handle belongs to the transport now"
-
-    asyncio.run(main())
+async def test_the_pipe_becomes_the_connection_of_the_right_process(kernel: Any, known: bool) -> None:
+    if not known:
+        refuse(kernel, "GetNamedPipeClientProcessId")
+    listener = windows.listen(Path("rt"), "toy-1")
+    loop: Any = asyncio.get_running_loop()
+    loop._proactor = SimpleNamespace(accept_pipe=AsyncMock())
+    loop._make_duplex_pipe_transport = MagicMock()
+    admit, protocol = MagicMock(side_effect=[False, False, True]), asyncio.Protocol()
+    await listener.connect(protocol, admit)
+    assert admit.mock_calls == [call(Peer(None, 4711 if known else None))] * 3
+    assert loop._proactor.accept_pipe.await_count == 3
+    assert kernel.DisconnectNamedPipe.call_count == 2, "strangers are put out before the next waits"
+    (adopted, given), _ = loop._make_duplex_pipe_transport.call_args
+    assert (adopted.handle, given) == (60, protocol)
+    listener.close()
+    kernel.closed.assert_not_called()
 
 
-def test_a_job_ends_with_its_last_handle_and_holds_the_child(kernel: Kernel) -> None:
+def test_a_job_ends_with_its_last_handle_and_holds_the_child(kernel: Any) -> None:
     made = windows.contain(1234)
+    kernel.CreateJobObjectW.assert_called_once_with(None, None)  # a named job could be opened by others
     # JobObjectExtendedLimitInformation 9; LimitFlags behind two times of 8 bytes: JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
-    assert kernel.limits == (9, bytes(16) + b"\x00\x20\0\0" + bytes(124))
+    job, *limits = kernel.SetInformationJobObject.call_args.args
+    assert job.value == 70 and limits == [9, bytes(16) + b"\x00\x20\0\0" + bytes(124), 144]
+    assert [handle.value for handle in kernel.AssignProcessToJobObject.call_args.args] == [70, 1234]
     made.terminate()
     made.close()
     made.close()
     made.terminate()
-    assert kernel.closed == [70] and kernel.calls.count("TerminateJobObject") == 1
+    kernel.TerminateJobObject.assert_called_once_with(job, 1)
+    kernel.CloseHandle.assert_called_once_with(job)
 
 
-@pytest.mark.parametrize("call", ["CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject"])
-def test_a_job_that_cannot_hold_the_child_is_closed(kernel: Kernel, call: str) -> None:
-    kernel.refuse = call
+@pytest.mark.parametrize("name", ["CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject"])
+def test_a_job_that_cannot_hold_the_child_is_closed(kernel: Any, name: str) -> None:
+    refuse(kernel, name)
     with pytest.raises(OSError, match=str(ACCESS_DENIED)):
         windows.contain(1234)
-    assert kernel.closed == ([] if call == "CreateJobObjectW" else [70])
+    assert kernel.CloseHandle.call_count == (name != "CreateJobObjectW")
 
 
 # --- no module needs Unix --------------------------------------------------------------------------------------------
 
 WINDOWS = """
-import asyncio, asyncio.subprocess, concurrent.futures, ctypes.wintypes, ctypes.util, importlib, importlib.metadata
-import logging.handlers, multiprocessing, os, pkgutil, select, shutil, signal, socket, socketserver, ssl, subprocess
-import sys, tempfile, types, urllib.request, zipfile, http.server, uuid, mmap, getpass, pathlib, selectors
-import msgspec, numpy, psutil, yaml, platformdirs, rich.console, rich.progress, rich.table, tokenizers
-for name in ("jinja2", "jsonschema", "gguf", "prometheus_client", "uvicorn", "starlette.applications", "httpx"):
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        pass
+import asyncio, importlib, os, pkgutil, select, signal, socket, sys, types
+import engines, synapse_host
 
-UNIX_ONLY = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "crypt", "readline", "spwd"}
+def load():
+    names = []
+    for package in (engines, synapse_host):
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+                names.append(found.name)
+    return names
 
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name in UNIX_ONLY:
-            raise ModuleNotFoundError(f"{name} does not exist on Windows", name=name)
-
-for name in UNIX_ONLY:
-    sys.modules.pop(name, None)
-sys.meta_path.insert(0, Refuse())
+load()  # with all that isn't ours
+for name in [name for name in sys.modules if name.startswith(("engines.", "synapse_host."))]:
+    del sys.modules[name]
+for name in "fcntl grp pwd resource termios tty pty syslog readline".split():
+    sys.modules[name] = None
 sys.modules["msvcrt"] = types.ModuleType("msvcrt")
 sys.platform = "win32"
-MISSING = {
-    os: "getuid geteuid getgid getegid killpg getpgid getpgrp setpgid getsid setsid pidfd_open waitid fork forkpty "
-        "sched_getaffinity sched_setaffinity sysconf chown mkfifo openpty uname P_PID WNOHANG WNOWAIT WEXITED "
-        "O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK getloadavg ctermid ttyname statvfs pread preadv nice".split(),
-    signal: "SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGSTOP SIGCONT SIGALRM SIGCHLD SIGPIPE SIGQUIT".split(),
-    socket: "AF_UNIX SO_PEERCRED socketpair_ SCM_RIGHTS CMSG_LEN send_fds recv_fds".split(),
-    select: "poll epoll kqueue kevent POLLIN POLLRDHUP".split(),
-    asyncio: "start_unix_server open_unix_connection".split(),
-}
-for module, names in MISSING.items():
-    for name in names:
-        if hasattr(module, name):
-            delattr(module, name)
-
-import engines, synapse_host
-names = []
-for package in (engines, synapse_host):
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not found.name.endswith("__main__"):
-            importlib.import_module(found.name)
-            names.append(found.name)
+for module, names in (
+    (os, "getuid geteuid getgid getegid killpg getpgid setpgid getsid setsid pidfd_open waitid fork sysconf mkfifo "
+         "sched_getaffinity uname P_PID WNOHANG WNOWAIT WEXITED O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK statvfs"),
+    (signal, "SIGUSR1 SIGUSR2 SIGKILL SIGHUP SIGSTOP SIGCONT SIGALRM SIGCHLD SIGPIPE SIGQUIT"),
+    (socket, "AF_UNIX SO_PEERCRED SCM_RIGHTS send_fds recv_fds"),
+    (select, "poll epoll kqueue kevent POLLIN POLLRDHUP"),
+    (asyncio, "start_unix_server open_unix_connection"),
+):
+    for name in names.split():
+        vars(module).pop(name, None)
+print(*load())
 from engines.machine import usable_cores
 from engines.runtime.transport import TransportFailed, connect_socket
 assert usable_cores() >= 1
@@ -222,7 +173,6 @@ try:
     connect_socket("x")
 except TransportFailed as exc:
     assert str(exc) == "this Python has no Unix sockets; use --pipe"
-print(*names)
 """
 
 
@@ -230,7 +180,7 @@ print(*names)
 def test_every_module_imports_where_unix_is_missing() -> None:
     """Every module of engines and synapse_host, with ``sys.platform`` win32."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WINDOWS)],
+        [sys.executable, "-c", WINDOWS],
         capture_output=True,
         text=True,
         timeout=120,

@@ -281,6 +281,16 @@ class GraphBuilder:
         """Gelu by the exact error function."""
         return self.op("Gelu", x, approximate="none")
 
+    def swiglu(self, x: str, key: str, gate: str, up: str) -> str:
+        """Return the activated gate times the other half: both layers in one product, stored under *key*."""
+        both, bias = self.joined(x, key, gate, up)
+        first, second = self.ops("Split", self.add(both, bias) if bias else both, axis=2, num_outputs=2, outputs=2)
+        if self.variant.attention == "fused":
+            active = self.op("QuickGelu", first, domain=CONTRIB, alpha=1.0)
+        else:
+            active = self.op("Mul", first, self.op("Sigmoid", first))
+        return self.op("Mul", active, second)
+
     def float32(self, x: str) -> str:
         """Cast to float32 where the body computes in float16."""
         return x if self.variant.precision == "f32" else self.cast(x, "f32")

@@ -7,6 +7,7 @@ window of queries against the block before, their own and the next, so a row of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -29,7 +30,7 @@ def build(b: GraphBuilder) -> Graph:
     states = normed = b.norm(states, "embeddings.norm", eps=eps)  # layer 0 has no attention norm
     for layer, kind in enumerate(b.config["layer_types"]):
         prefix = f"layers.{layer}."
-        delta = _attention(b, normed, prefix + "attn.", masks, local=kind == "sliding_attention")
+        delta = _layer(b, normed, prefix + "attn.", masks, local=kind == "sliding_attention")
         states, normed = b.add_and_norm(delta, states, prefix + "mlp_norm", eps=eps)
         # GeGLU: one product for both halves, the first activated, the second its gate.
         active, gate = b.ops("Split", b.dense(normed, prefix + "mlp.Wi"), axis=2, num_outputs=2, outputs=2)
@@ -80,21 +81,41 @@ class _Masks:
         return b.op("Concat", *parts, axis=axis + 1)
 
 
-def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bool) -> str:
+def _layer(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bool) -> str:
+    """Attention of one layer, over a window where it is *local* and rows are longer than that."""
+    c = b.config
+    head_dim = c["hidden_size"] // c["num_attention_heads"]
+    # Widths are rounded up to a whole block, so a padding position may lie just past the last real one.
+    length = c["max_position_embeddings"] + int(c["local_attention"]) // 2
+    tables = b.rotary(c["local_rope_theta" if local else "global_rope_theta"], head_dim, length)
+    windowed = local and b.variant.window
+
+    def attend(q: str, k: str, v: str) -> str:
+        if not windowed:
+            return b.attend(q, k, v, masks.dense)
+        q, k, v = (b.op("Reshape", part, b.ints(0, 0, -1, masks.window, head_dim)) for part in (q, k, v))
+        k, v = masks.neighbours(k, axis=2), masks.neighbours(v, axis=2)
+        return b.op("Reshape", b.attend(q, k, v, masks.blocks, rank=5), b.ints(0, 0, -1, head_dim))
+
+    fused = b.variant.attention == "fused" and not windowed
+    names = prefix + "Wqkv", prefix + "Wo"
+    return attention(b, x, *names, tables, masks.positions, masks.lens, attend=attend, fused=fused)
+
+
+def attention(
+    b: GraphBuilder, x: str, qkv: str, out: str, tables: tuple[str, str], positions: str, lens: str, *,
+    attend: Callable[[str, str, str], str], fused: bool,
+) -> str:  # fmt: skip
+    """Attention with rotary positions between the layers *qkv* and *out*: one operator, or *attend* of heads."""
     hidden, heads = b.config["hidden_size"], b.config["num_attention_heads"]
     head_dim = hidden // heads
     scale = head_dim**-0.5
-    # Widths are rounded up to a whole block, so a padding position may lie just past the last real one.
-    length = b.config["max_position_embeddings"] + int(b.config["local_attention"]) // 2
-    tables = b.rotary(b.config["local_rope_theta" if local else "global_rope_theta"], head_dim, length)
-    windowed = local and b.variant.window
-    if b.variant.attention == "fused" and not windowed:
-        q, k, v = b.ops("Split", b.dense(x, prefix + "Wqkv"), axis=2, num_outputs=3, outputs=3)
+    if fused:
+        q, k, v = b.ops("Split", b.dense(x, qkv), axis=2, num_outputs=3, outputs=3)
         context = b.attend_by_length(
-            q, k, v, masks.lens, *tables,
-            num_heads=heads, kv_num_heads=heads, do_rotary=1, causal=0, scale=scale,
-        )  # fmt: skip
-        return b.dense(context, prefix + "Wo")
+            q, k, v, lens, *tables, num_heads=heads, kv_num_heads=heads, do_rotary=1, causal=0, scale=scale
+        )
+        return b.dense(context, out)
 
     def scaled(name: str) -> Array:
         """Fold the softmax scale into the query's part; rotation is linear, so it commutes."""
@@ -102,17 +123,10 @@ def _attention(b: GraphBuilder, x: str, prefix: str, masks: _Masks, *, local: bo
         array[:hidden] *= np.float32(scale)
         return array.T
 
-    name = prefix + "Wqkv"
-    qkv = b.op("MatMul", x, b.derived(name + ".weight:T:scaled", lambda: scaled(name + ".weight")))
-    if b.biased(name):
-        qkv = b.add(qkv, b.derived(name + ".bias:scaled", lambda: scaled(name + ".bias")))
-    parts = b.ops("Split", qkv, axis=2, num_outputs=3, outputs=3)
+    joined = b.op("MatMul", x, b.derived(qkv + ".weight:T:scaled", lambda: scaled(qkv + ".weight")))
+    if b.biased(qkv):
+        joined = b.add(joined, b.derived(qkv + ".bias:scaled", lambda: scaled(qkv + ".bias")))
+    parts = b.ops("Split", joined, axis=2, num_outputs=3, outputs=3)
     q, k, v = (b.split_heads(part, heads, head_dim) for part in parts)
-    q, k = (b.rotate(part, tables, masks.positions) for part in (q, k))
-    if windowed:
-        q, k, v = (b.op("Reshape", part, b.ints(0, 0, -1, masks.window, head_dim)) for part in (q, k, v))
-        k, v = masks.neighbours(k, axis=2), masks.neighbours(v, axis=2)
-        context = b.op("Reshape", b.attend(q, k, v, masks.blocks, rank=5), b.ints(0, 0, -1, head_dim))
-    else:
-        context = b.attend(q, k, v, masks.dense)
-    return b.dense(b.join_heads(context, hidden), prefix + "Wo")
+    q, k = (b.rotate(part, tables, positions) for part in (q, k))
+    return b.dense(b.join_heads(attend(q, k, v), hidden), out)

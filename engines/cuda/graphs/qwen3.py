@@ -24,7 +24,8 @@ def build(b: GraphBuilder) -> Graph:
         prefix = f"layers.{layer}."
         delta = attention.layer(normed, prefix + "self_attn.")
         states, normed = _add_and_norm(b, states, delta, prefix + "post_attention_layernorm.weight")
-        delta = _mlp(b, normed, prefix + "mlp.")
+        mlp = prefix + "mlp."
+        delta = b.dense(b.swiglu(normed, mlp + "gate_up", mlp + "gate_proj", mlp + "up_proj"), mlp + "down_proj")
         if layer + 1 < layers:
             states, normed = _add_and_norm(b, states, delta, f"layers.{layer + 1}.input_layernorm.weight")
         else:
@@ -123,14 +124,3 @@ class _Attention:
         q = b.op("Reshape", q, b.ints(0, self.groups, -1, d))
         context = b.attend(q, k, v, self.mask)
         return b.join_heads(b.op("Reshape", context, b.ints(0, self.heads, -1, d)), self.heads * d)
-
-
-def _mlp(b: GraphBuilder, x: str, prefix: str) -> str:
-    """SwiGLU: gate and up projections in one product."""
-    both, bias = b.joined(x, prefix + "gate_up", prefix + "gate_proj", prefix + "up_proj")
-    gate, up = b.ops("Split", b.add(both, bias) if bias else both, axis=2, num_outputs=2, outputs=2)
-    if b.variant.attention == "fused":
-        active = b.op("QuickGelu", gate, domain=CONTRIB, alpha=1.0)
-    else:
-        active = b.op("Mul", gate, b.op("Sigmoid", gate))
-    return b.dense(b.op("Mul", active, up), prefix + "down_proj")

@@ -16,11 +16,11 @@ import numpy as np
 from engines.checkpoint.facts import Facts
 from engines.checkpoint.read import Checkpoint
 from engines.llama.build.tensors import GgufTensor, both, same
+from engines.llama.gguf import TOKEN_TYPE_KEY
 
 if TYPE_CHECKING:
     from engines.checkpoint.safetensors import FloatArray
 
-TOKEN_TYPE_KEY: Final = "synapse.token_type_vocab_offset"  # noqa: S105
 SEPARATORS_KEY: Final = "synapse.pair_separators"
 
 

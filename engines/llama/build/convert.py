@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from engines.llama.build.tokenizer import describe
 
-            made = describe(args.gguf, None if args.given else args.out, progress=program.report("tokenizer"))
+            made = describe(args.gguf, None if args.given else args.out)
         found = {"path": args.out.name, "bytes": args.out.stat().st_size, "digest": PREFIX + file_digest(args.out)}
         return found | made
 

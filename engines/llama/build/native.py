@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any, Final
 
-from engines.llama.binding import library, open_stream
+from engines.llama.binding import library, open_model
 from engines.machine import usable_cores
 from engines.protocol.errors import EngineError, ErrorCode
 
@@ -40,18 +40,10 @@ class NativeVocabulary:
 
     def __init__(self, descriptor: int) -> None:
         """Read the open file *descriptor* from byte 0. Raises EngineError ``artifact_invalid`` where it is refused."""
-        lib = library()
-        self._api = api = lib.api
+        self._api = api = library().api
         params = api.llama_model_default_params()
         params.vocab_only = True
-        params.load_mode = api.LLAMA_LOAD_MODE_NONE
-        lib.last_error = ""
-        with open_stream(descriptor) as stream:
-            self._model: Any = api.llama_model_load_from_file_ptr(stream, params)
-        if not self._model:
-            raise EngineError(
-                ErrorCode.ARTIFACT_INVALID, f"llama.cpp refuses the file: {lib.last_error or 'no reason given'}"
-            )
+        self._model: Any = open_model(descriptor, params)
         self._vocab = api.llama_model_get_vocab(self._model)
 
     def attributes(self, count: int) -> list[int]:

@@ -104,7 +104,7 @@ class Vocabulary:
         return cls(str(kind), str(pre), tokens, types, value)
 
 
-def describe(source: Path, out: Path | None, *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def describe(source: Path, out: Path | None) -> dict[str, Any]:
     """Return what a GGUF says about its model; write its tokenizer to *out*, unless that is None.
 
     The returned object: ``facts``, ``samples`` ([text, ids] as llama.cpp reads it) and ``framed`` (the ids of the text
@@ -117,8 +117,6 @@ def describe(source: Path, out: Path | None, *, progress: Callable[[int, int], N
         known = Vocabulary.read(source)
         own = native.NativeVocabulary(descriptor)
         try:
-            if progress is not None:
-                progress(1, 2)
             framed, bare = own.tokenize("a", framed=True), own.tokenize("a")
             if out is not None:
                 at = next((n for n in range(len(framed)) if framed[n : n + len(bare)] == bare), 0)
@@ -133,8 +131,6 @@ def describe(source: Path, out: Path | None, *, progress: Callable[[int, int], N
             own.close()
     finally:
         os.close(descriptor)
-    if progress is not None:
-        progress(2, 2)
     return {"samples": samples, "framed": framed, "facts": facts(known, header)}
 
 

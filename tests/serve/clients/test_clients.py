@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 from pathlib import Path
@@ -74,20 +73,6 @@ def test_openai(server: Server, vectors: np.ndarray, answer: str) -> None:
         assert missing.value.code == "unknown_model"
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.chat.completions.create(**chat(server, temperature=0.7))
-
-
-def test_openai_async(server: Server, vectors: np.ndarray, answer: str) -> None:
-    openai = pytest.importorskip("openai", reason="needs the extra 'clients'")
-
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-            asked = [client.embeddings.create(model=server.models["embed"], input=[text]) for text in TEXTS * 8]
-            found = [(await one).data[0].embedding for one in asked]
-            assert same(found, np.concatenate([vectors] * 8))
-            pieces = [chunk async for chunk in await client.chat.completions.create(**chat(server, stream=True))]
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in pieces) == answer
-
-    asyncio.run(main())
 
 
 def test_cohere(server: Server, ranking: list[tuple[int, float]]) -> None:

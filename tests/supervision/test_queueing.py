@@ -1,4 +1,4 @@
-"""Who gets the stream next: in order, once, and never lost with a caller who leaves."""
+"""Who gets the stream or a permit next: in order, once, and never lost with a caller who leaves."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from engines.machine import usable_cores
 from synapse_host.errors import DeadlineExceeded, LaneRefused, QueueFull
-from synapse_host.supervision.queueing import Turns
+from synapse_host.supervision.queueing import Permits, Turns
 from synapse_host.supervision.standing import Standing
-from tests.support.lanes import lane
+from tests.support.lanes import lane, soon
 
 
 def turns(limit: int = 8) -> tuple[Turns, Standing]:
@@ -95,37 +96,23 @@ async def test_whoever_waited_gets_the_answer_of_a_lane_that_was_shut_meanwhile(
     assert not line.held
 
 
-async def test_closing_answers_the_line_and_drains_the_holder():
+@pytest.mark.parametrize("end", ["given back", "hurried", "over"])
+async def test_closing_answers_the_line_and_waits_for_the_holder(end):
     line, standing = turns()
     line.held = True
     tasks = queue(line, 2)
     await asyncio.sleep(0)
     standing.closing = True
-    line.close(asyncio.get_running_loop().time() + 60)
+    line.close(soon(0.01 if end == "over" else 600))
     draining = asyncio.create_task(line.drain())
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(answer) for answer in answers] == [QueueFull] * 2 and not draining.done()
-    line.pass_on()
-    await draining
-
-
-async def test_a_second_close_hurries_the_first():
-    line, standing = turns()
-    line.held = standing.closing = True
-    line.close(asyncio.get_running_loop().time() + 600)
-    draining = asyncio.create_task(line.drain())
-    await asyncio.sleep(0)
-    line.close(asyncio.get_running_loop().time())
-    await draining
-    assert line.held
-
-
-async def test_a_drain_ends_when_its_time_is_over():
-    line, standing = turns()
-    line.held = standing.closing = True
-    line.close(asyncio.get_running_loop().time() + 0.01)
-    await asyncio.wait_for(line.drain(), 60)
-    assert line.held, "the holder still runs; who closes the lane ends it"
+    if end == "given back":
+        line.pass_on()
+    elif end == "hurried":
+        line.close(soon(0))
+    await asyncio.wait_for(draining, 60)
+    assert line.held is (end != "given back"), "a holder that still runs is ended by whoever closes the lane"
 
 
 @pytest.mark.parametrize("closing", [False, True])
@@ -137,7 +124,7 @@ async def test_who_left_in_this_very_moment_is_passed_over(closing):
     gone.cancel()
     # The leaver has had no chance yet to take itself out of the line.
     if closing:
-        line.close(asyncio.get_running_loop().time())
+        line.close(soon(0))
     else:
         line.pass_on()
     answers = await asyncio.gather(gone, stays, return_exceptions=True)
@@ -199,3 +186,49 @@ async def test_those_who_are_taken_along_get_answers_and_no_turn():
     assert line.held and not tasks[5].done(), "those who had no turn passed none on"
     line.pass_on()
     assert await tasks[5] is None
+
+
+# --- permits ---------------------------------------------------------------------------------------------------------
+
+
+def test_permits_are_counted_by_kind_or_by_device():
+    default, permits = Permits(), Permits({"cuda": 2, "cuda:1": 3})
+    assert default.limit("cpu") == usable_cores()
+    assert [default.limit(device) for device in ("cuda", "cuda:1", "metal", "ane")] == [1] * 4
+    assert [permits.limit(device) for device in ("cuda:0", "cuda:1", "ane")] == [2, 3, 1]
+    with pytest.raises(ValueError, match="at least 1"):
+        Permits({"cpu": 0})
+
+
+def test_each_accelerator_has_its_own_and_cuda_is_cuda_0():
+    permits = Permits()
+    assert permits.try_acquire("cuda")
+    assert not permits.try_acquire("cuda:0")
+    assert permits.try_acquire("cuda:1")
+    permits.release("cuda:0")
+    assert permits.try_acquire("cuda")
+
+
+async def test_a_permit_goes_to_whoever_waits_longest_and_is_never_lost():
+    permits, order = Permits(), list[int]()
+
+    async def acquire(deadline: float | None = None) -> None:
+        await permits.acquire("ane", lane_id="toy", stage="embed", deadline=deadline)
+
+    async def take(n: int) -> None:
+        await acquire()
+        order.append(n)
+        permits.release("ane")
+
+    await acquire()
+    with pytest.raises(DeadlineExceeded, match=r"lane toy: .* during embed, while it waited for ane") as late:
+        await acquire(soon(0.01))
+    assert late.value.details == {"lane_id": "toy", "stage": "embed"}
+    leaving = asyncio.create_task(acquire())
+    tasks = [asyncio.create_task(take(n)) for n in range(3)]
+    await asyncio.sleep(0)
+    assert not permits.try_acquire("ane"), "nobody overtakes a waiter"
+    permits.release("ane")
+    leaving.cancel()  # with its permit
+    await asyncio.gather(*tasks)
+    assert leaving.cancelled() and order == [0, 1, 2] and permits.in_use("ane") == 0
