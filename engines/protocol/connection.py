@@ -41,17 +41,13 @@ from engines.protocol.messages import (
 from engines.protocol.rules import (
     KINDS,
     TRANSITIONS,
-    AckReceived,
     Event,
-    HelloReceived,
     Kind,
     PeerClosed,
-    ProgressReceived,
     ReplyReceived,
     ReplyStarted,
     RequestReceived,
     Role,
-    ShutdownReceived,
     State,
 )
 
@@ -196,7 +192,7 @@ class Connection:
         self._advance(Hello)
         self.engine = hello.engine.engine
         self.max_frame = min(self.max_frame, hello.max_frame)
-        return HelloReceived(hello)
+        return hello
 
     def _ack(self, ack: HelloAck) -> Event:
         if ack.v != VERSION:
@@ -208,14 +204,14 @@ class Connection:
             raise RemoteProtocolError(f"HELLO_ACK names a max_frame of {ack.max_frame}, allowed 1 to {self.max_frame}")
         self._advance(HelloAck)
         self.max_frame = self._reader.max_frame = ack.max_frame
-        return AckReceived(ack)
+        return ack
 
     def _from_host(self, frame: memoryview) -> Event | None:
         message = decode_from_host(frame)
         kind = type(message)
         self._advance(kind)
-        if kind is Shutdown:
-            return ShutdownReceived()
+        if isinstance(message, Shutdown):
+            return message
         request: Any = message
         if request.payload is None:
             self.expectation.open(request, 0, self.engine)
@@ -241,7 +237,7 @@ class Connection:
         if kind is Progress:
             progress: Any = message
             self.expectation.advance(progress, self.expectation.check_progress(progress, RemoteProtocolError))
-            return ProgressReceived(progress)
+            return cast(Progress, progress)
         reply: Any = message
         expected = self.expectation.check_reply(reply, RemoteProtocolError)
         if reply.payload is None:

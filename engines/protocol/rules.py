@@ -105,18 +105,6 @@ KINDS: Final[dict[type[Struct], Kind]] = {
 # --- what the bytes that arrived mean ---------------------------------------------------------------------------------
 
 
-class HelloReceived(Struct, frozen=True):
-    """Host: a well-formed HELLO of the right version; the host checks nonce, peer and identity, then sends ACK."""
-
-    hello: Hello
-
-
-class AckReceived(Struct, frozen=True):
-    """Worker: accepted; ``max_frame`` is in force."""
-
-    ack: HelloAck
-
-
 class RequestReceived(Struct, frozen=True):
     """Worker: a request with its whole payload. The payload's length is not compared with the header's counts: a
     mismatch is the request's fault (``invalid_request``), not the stream's.
@@ -124,16 +112,6 @@ class RequestReceived(Struct, frozen=True):
 
     request: AnyRequest
     payload: memoryview | None
-
-
-class ShutdownReceived(Struct, frozen=True):
-    """Worker: leave the loop and exit 0."""
-
-
-class ProgressReceived(Struct, frozen=True):
-    """Host: validated progress of the running exchange."""
-
-    progress: Progress
 
 
 class ReplyStarted(Struct, frozen=True):
@@ -154,13 +132,8 @@ class PeerClosed(Struct, frozen=True):
     """The peer closed the stream between two frames."""
 
 
-Event: TypeAlias = (
-    HelloReceived
-    | AckReceived
-    | RequestReceived
-    | ShutdownReceived
-    | ProgressReceived
-    | ReplyStarted
-    | ReplyReceived
-    | PeerClosed
-)
+Event: TypeAlias = Hello | HelloAck | Progress | Shutdown | RequestReceived | ReplyStarted | ReplyReceived | PeerClosed
+"""What a connection reports. A message that stands for itself is one: it was checked and the state has moved.
+
+After HELLO the host still checks nonce, peer and identity, then sends HELLO_ACK; after SHUTDOWN a worker exits 0.
+"""

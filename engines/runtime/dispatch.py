@@ -60,14 +60,9 @@ class Dispatcher:
     """The models of one worker and the answers to its requests. One call at a time."""
 
     def __init__(
-        self,
-        engine: Engine,
-        identity: EngineIdentity,
-        *,
-        max_frame: int = DEFAULT_MAX_FRAME,
-        clock: Callable[[], float] = time.monotonic,
+        self, engine: Engine, identity: EngineIdentity, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.max_frame = max_frame
+        self.max_frame = DEFAULT_MAX_FRAME
         self.device_lost = False
         """True after a DeviceLost answer: the worker sends it and exits."""
         self._engine = engine

@@ -37,11 +37,13 @@ from engines.protocol.messages import (
     AnyRequest,
     EngineInfo,
     Hello,
+    HelloAck,
     Phase,
     Progress,
+    Shutdown,
     phases,
 )
-from engines.protocol.rules import AckReceived, PeerClosed, RequestReceived, Role, ShutdownReceived
+from engines.protocol.rules import PeerClosed, RequestReceived, Role
 from engines.runtime.dispatch import Answer, Dispatcher
 from engines.runtime.progress import ProgressReporter
 from engines.runtime.transport import (
@@ -62,14 +64,14 @@ class DeviceLostExit(Exception):
     """The last answer said that the device is gone; the process ends with status 1."""
 
 
-def hello(identity: EngineIdentity, nonce: str, *, max_frame: int = DEFAULT_MAX_FRAME) -> Hello:
+def hello(identity: EngineIdentity, nonce: str) -> Hello:
     """Return the HELLO of *identity*; absent fields are omitted, never null."""
     return Hello(
         v=VERSION,
         nonce=nonce,
         engine=EngineInfo(engine=identity.engine, version=identity.version, build_flags=identity.build_flags),
         pid=os.getpid(),
-        max_frame=max_frame,
+        max_frame=DEFAULT_MAX_FRAME,
         manifest_digest=identity.manifest_digest if identity.manifest_digest is not None else UNSET,
         kernel_revision=identity.kernel_revision if identity.kernel_revision is not None else UNSET,
         packed=identity.packed if identity.packed is not None else UNSET,
@@ -89,16 +91,13 @@ class Worker:
         engine: Engine,
         identity: EngineIdentity,
         *,
-        max_frame: int = DEFAULT_MAX_FRAME,
         clock: Callable[[], float] = time.monotonic,
         exit: Callable[[int], object] = os._exit,
     ) -> None:
-        connection = Connection(Role.WORKER, max_frame=max_frame, allocate=ReusedBuffer())
-        self.channel = Channel(transport, connection)
+        self.channel = Channel(transport, Connection(Role.WORKER, allocate=ReusedBuffer()))
         self.engine = engine
         self.identity = identity
-        self.dispatcher = Dispatcher(engine, identity, max_frame=max_frame, clock=clock)
-        self._max_frame = max_frame
+        self.dispatcher = Dispatcher(engine, identity, clock=clock)
         self._clock = clock
         self._exit = exit
         self._watcher = PeerWatcher(transport.wait_gone, exit, wakes=not isinstance(transport, SocketTransport))
@@ -106,7 +105,7 @@ class Worker:
 
     def greet(self, nonce: str) -> None:
         """Send HELLO. Raises PeerGone."""
-        self.channel.send(hello(self.identity, nonce, max_frame=self._max_frame))
+        self.channel.send(hello(self.identity, nonce))
 
     def await_ack(self, *, deadline: float | None = None) -> bool:
         """Wait for HELLO_ACK; False when the host closed instead, which is an orderly end.
@@ -123,8 +122,8 @@ class Worker:
         transport.set_deadline(None)
         if isinstance(event, PeerClosed):
             return False
-        assert isinstance(event, AckReceived), f"{event} before HELLO_ACK"
-        self.dispatcher.max_frame = event.ack.max_frame
+        assert isinstance(event, HelloAck), f"{event} before HELLO_ACK"
+        self.dispatcher.max_frame = event.max_frame
         return True
 
     def serve(self) -> None:
@@ -149,7 +148,7 @@ class Worker:
             match event:
                 case RequestReceived(request=request, payload=payload):
                     self.exchange(request, payload)
-                case ShutdownReceived():
+                case Shutdown():
                     self.dispatcher.close()
                     self.engine.close()
                     return

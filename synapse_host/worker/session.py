@@ -30,8 +30,8 @@ from typing import Any, Final, Protocol
 from msgspec import Struct
 
 from engines.protocol.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Shutdown
-from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, State
+from engines.protocol.messages import LLAMA_ENGINE, Hello, Ping, Progress, Shutdown
+from engines.protocol.rules import Event, ReplyReceived, ReplyStarted, State
 from synapse_host.worker.exchange import Exchange
 from synapse_host.worker.handshake import HandshakeFault
 from synapse_host.worker.listener import safe_id
@@ -102,7 +102,7 @@ class Session:
         """True from the first sign of a fault or of a planned stop."""
         self.began = 0.0
         """When the last exchange was sent, in loop time."""
-        self.progress: ProgressReceived | None = None
+        self.progress: Progress | None = None
         """The open exchange's last progress."""
         self._counters = context.counters
         self._journal = context.journal
@@ -197,7 +197,7 @@ class Session:
         exchange, last = self.open, self.progress
         if exchange is None or not self.serving:
             return None
-        phase, completed = (None, 0) if last is None else (last.progress.phase.value, last.progress.completed)
+        phase, completed = (None, 0) if last is None else (last.phase.value, last.completed)
         return Underway(exchange.stage, phase, completed, now - self.began)
 
     def begin(self, exchange: Exchange) -> None:
@@ -262,9 +262,9 @@ class Session:
                 exchange, self.open = self.open, None
                 assert exchange is not None
                 self._owner.replied(self, exchange, event.reply, event.payload)
-            case ProgressReceived():
+            case Progress():
                 self.progress = event
-                self._watchdog.progress(event.progress.phase, self._loop.time())
+                self._watchdog.progress(event.phase, self._loop.time())
                 due = self._watchdog.deadline
                 if due is not None and self._due > due:
                     # The switch from a long window to a short one.
@@ -272,8 +272,8 @@ class Session:
                 self._owner.alive(self)
             case ReplyStarted():
                 self._watchdog.header(self._loop.time())
-            case HelloReceived():
-                self._birth.greet(event.hello)
+            case Hello():
+                self._birth.greet(event)
 
     # --- death -------------------------------------------------------------------------------------------------------
 

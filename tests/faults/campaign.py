@@ -26,7 +26,7 @@ SIZES = ("slice", "ci", "nightly")
 Plan: TypeAlias = tuple[Callable[..., Row], dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]
 PLANS: dict[str, Plan] = {
     "R1": (kills.r1, {"count": 10}, {"count": 200}, {"count": 10_000}),
-    "R2": (hangs.r2, {"count": 4, "window": 0.5, "at_once": 4}, {"count": 100}, {"count": 2000}),
+    "R2": (hangs.r2, {"count": 4, "window": 1.0, "at_once": 4}, {"count": 100}, {"count": 2000}),
     "R3": (hangs.r3, {"windows": 2, "window": 1.5, "share": 0.4, "lanes": 2}, {"windows": 20}, {"windows": 200}),
     "R4": (hangs.r4, {}, {}, {"repeats": 10}),
     "R5": (

@@ -23,7 +23,7 @@ async def r12(ground: Arena, mebibytes: int) -> None:
     finished = [ground.file("done1"), ground.file("done2")]
     wait, *done = {"wait_for": str(go)}, *({"touch": str(path)} for path in finished)
     script = {
-        "ready": [{"thread": [{"thread": [wait, {"stdout": pour}, done[0]]}, wait, {"stderr": pour}, done[1]]}],
+        "ready": [{"thread": [wait, {end: pour}, told]} for end, told in zip(("stdout", "stderr"), done, strict=True)],
         "rules": [{"first_id": 50, "do": [{"signal": "SIGKILL"}]}],
     }
     path = ground.file("script.json")

@@ -13,8 +13,6 @@ from engines.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtoco
 from engines.protocol.framing import ReusedBuffer
 from engines.protocol.messages import encode
 from engines.protocol.rules import (
-    HelloReceived,
-    ProgressReceived,
     ReplyReceived,
     ReplyStarted,
     RequestReceived,
@@ -56,7 +54,7 @@ def test_an_ack_that_would_not_fit_the_negotiated_limit_still_leaves() -> None:
     """The agreed value rules from the ACK on, so a tiny offer can't make the host fail at its own ACK."""
     pair = ConnectionPair(worker_max_frame=4096)
     (event,) = pair.worker_sends(make_hello(max_frame=1))
-    assert isinstance(event, HelloReceived) and pair.host.max_frame == 1
+    assert isinstance(event, m.Hello) and pair.host.max_frame == 1
     pair.host_sends(m.HelloAck(v=3, accept=True, max_frame=1))
     with pytest.raises(LocalProtocolError, match="exceeds max 1"):
         pair.host.send(m.Ping(req_id="p"))
@@ -207,6 +205,6 @@ def test_events_before_a_fault_can_be_pulled() -> None:
     buffer = host.get_buffer()
     buffer[: len(data)] = data
     host.buffer_updated(len(data))
-    assert isinstance(host.next_event(), ProgressReceived)
+    assert isinstance(host.next_event(), m.Progress)
     with pytest.raises(RemoteProtocolError):
         host.next_event()

@@ -83,7 +83,9 @@ def tell(tmp_path: Path) -> Callable[..., Any]:
         folder = write_bundle(
             tmp_path / "w", model_id="w", task="generate", of_bytes=True, **{"max_tokens": 4096, **(bundle or {})}
         )
-        matrix = write_matrix(tmp_path, {"story": BYTES.hex(), "rules": list(rules), **options}, runtime_config=config or {})
+        matrix = write_matrix(
+            tmp_path, {"story": BYTES.hex(), "rules": list(rules), **options}, runtime_config=config or {}
+        )
         found = HostConfig(slice=slice, shutdown_grace=5, queue_limit=2)
         async with Host.open(matrix, {"w": folder}, found) as host, asyncio.timeout(120):
             await host.load("w")

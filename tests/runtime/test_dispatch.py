@@ -48,7 +48,8 @@ class Desk:
     def __init__(self, engine: ToyEngine | None = None, *, max_frame: int = 2**20) -> None:
         self.engine = ToyEngine() if engine is None else engine
         self.clock = ManualClock()
-        self.dispatcher = Dispatcher(self.engine, self.engine.identity(), max_frame=max_frame, clock=self.clock)
+        self.dispatcher = Dispatcher(self.engine, self.engine.identity(), clock=self.clock)
+        self.dispatcher.max_frame = max_frame
         assert isinstance(self.ask(load()).reply, m.Loaded)
 
     def ask(self, request: m.AnyRequest, payload: memoryview | None = None) -> Answer:

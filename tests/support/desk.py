@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from engines.protocol.connection import Connection
 from engines.protocol.messages import (
-    DEFAULT_MAX_FRAME,
     AnyReply,
     AnyRequest,
     Buffer,
@@ -21,7 +20,7 @@ from engines.protocol.messages import (
     Progress,
     Shutdown,
 )
-from engines.protocol.rules import Event, HelloReceived, ProgressReceived, ReplyReceived, ReplyStarted, Role
+from engines.protocol.rules import Event, ReplyReceived, ReplyStarted, Role
 from engines.runtime import main as runtime_main
 from engines.runtime.engine import Engine
 from engines.runtime.transport import SocketTransport
@@ -47,7 +46,7 @@ class HostEnd:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.socket.settimeout(TIMEOUT_S)
-        self.connection = Connection(Role.HOST, max_frame=DEFAULT_MAX_FRAME)
+        self.connection = Connection(Role.HOST)
 
     def event(self) -> Event:
         """Return the next event; RemoteProtocolError and PeerClosed come as the connection says."""
@@ -68,10 +67,10 @@ class HostEnd:
 
     def shake_hands(self) -> Hello:
         """Read HELLO, answer ACK, return HELLO."""
-        event = self.event()
-        assert isinstance(event, HelloReceived), event
+        hello = self.event()
+        assert isinstance(hello, Hello), hello
         self.send(HelloAck(v=3, accept=True, max_frame=self.connection.max_frame))
-        return event.hello
+        return hello
 
     def finish(self) -> Outcome:
         """Read until the terminal reply of the running exchange."""
@@ -79,8 +78,8 @@ class HostEnd:
         while True:
             event = self.event()
             match event:
-                case ProgressReceived():
-                    progress.append(event.progress)
+                case Progress():
+                    progress.append(event)
                 case ReplyReceived():
                     return Outcome(event.reply, event.payload, progress)
                 case ReplyStarted():

@@ -383,8 +383,8 @@ class ScriptedWorker(Actions, Worker):
         def receive_and_end() -> Any:
             event = receive()
             kind = type(event).__name__
-            if kind in ("ShutdownReceived", "PeerClosed"):
-                self.run(self.script.get("shutdown" if kind == "ShutdownReceived" else "eof", ()))
+            if kind in ("Shutdown", "PeerClosed"):
+                self.run(self.script.get("shutdown" if kind == "Shutdown" else "eof", ()))
             return event
 
         self.channel.receive = receive_and_end  # type: ignore[method-assign]

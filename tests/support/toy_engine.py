@@ -66,13 +66,13 @@ class ToyModel(Model):
         return Inventory([Executable(f"s{shape}", [0])], [])
 
     def evict_shape(self, shape: int, *, progress: ProgressReporter) -> None:
-        self.engine.calls.append(("evict_shape", {"shape": shape}))
+        pass
 
     def admit_packed(self, width: int, *, progress: ProgressReporter) -> Inventory:
         return Inventory([Executable(f"p{width}", [0])], [])
 
     def evict_packed(self, width: int, *, progress: ProgressReporter) -> None:
-        self.engine.calls.append(("evict_packed", {"width": width}))
+        pass
 
     def status(self) -> ModelStatus:
         return self.engine.status
@@ -88,10 +88,9 @@ class ToyEngine(Engine):
     serves = ALL_SERVING
     ref_prefix = "toy"
 
-    def __init__(self, *, dims: int = 4, max_models: int | None = None, packed: tuple[int, ...] | None = None) -> None:
+    def __init__(self, *, dims: int = 4, packed: tuple[int, ...] | None = None) -> None:
         self.dims = dims
         self.buckets: tuple[int, ...] = ()
-        self.max_models = max_models  # type: ignore[misc]
         self.packed = packed
         self.hook: Hook | None = None
         self.on_load: Callable[[Load, ProgressReporter], None] | None = None

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from engines.protocol.connection import Connection
-from engines.protocol.messages import EmbedBatch, HelloAck, Item, Load, Loaded, Pooling, Vectors
-from engines.protocol.rules import AckReceived, HelloReceived, ReplyReceived, RequestReceived, Role
+from engines.protocol.messages import EmbedBatch, Hello, HelloAck, Item, Load, Loaded, Pooling, Vectors
+from engines.protocol.rules import ReplyReceived, RequestReceived, Role
 from engines.runtime.engine import EngineIdentity
 from engines.runtime.main import connect
 from engines.runtime.transport import Channel as WorkerChannel
@@ -106,13 +106,13 @@ def greet(transport: Transport) -> WorkerChannel:
     """Return a worker's protocol over *transport* after its HELLO."""
     channel = WorkerChannel(transport, Connection(Role.WORKER, max_frame=64 * MIB))
     channel.send(hello(EngineIdentity("llama.cpp-worker", "1"), NONCE))
-    assert isinstance(channel.receive(), AckReceived)
+    assert isinstance(channel.receive(), HelloAck)
     return channel
 
 
 async def shake_hands(side: HostSide) -> None:
     event = await side.events.get()
-    assert isinstance(event, HelloReceived) and event.hello.nonce == NONCE
+    assert isinstance(event, Hello) and event.nonce == NONCE
     side.channel.send(HelloAck(v=3, accept=True, max_frame=side.channel.connection.max_frame))
 
 
