@@ -108,26 +108,7 @@ async def embed_file(
         source = corpus.files[0] if len(corpus.files) == 1 else "the corpus"
         with Growing(file, key, source, head=_head(count, dims), width=4 * dims) as growing:
             started, first = time.monotonic(), growing.record
-            if first.read and display:
-                display.note(f"going on at text {first.read} of {count}")
-            bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
-            tokens = 0
-            job = Job(host, model, lane, until, policy)
-            async with aclosing(job.blocks(reader.read(first.read))) as blocks:
-                with bar as advance:
-                    advance(first.read)
-                    async for block in blocks:
-                        growing.append(
-                            block.joined().data,
-                            rows=len(block.kept),
-                            read=block.read,
-                            truncated=block.truncated,
-                            skipped=block.skipped,
-                        )
-                        tokens += block.tokens
-                        if block.skipped:
-                            _check_skipped(len(growing.record.skipped), block.skipped[-1].message)
-                        advance(block.read)
+            tokens = await _fill(growing, Job(host, model, lane, until, policy), reader, count, display)
             elapsed = max(time.monotonic() - started, 1e-9)
             record = growing.record
             facts = {"model": model, "dims": dims, "n": record.rows_done, **_origin(corpus, key)}
@@ -146,6 +127,30 @@ async def embed_file(
         "texts_per_s": (record.rows_done - first.rows_done) / elapsed,
         "tokens_per_s": tokens / elapsed,
     }
+
+
+async def _fill(growing: Growing, job: Job, reader: Reader, count: int, display: Display | None) -> int:
+    """Embed what of the *count* texts is missing and return how many tokens that were."""
+    done, tokens = growing.record.read, 0
+    if done and display:
+        display.note(f"going on at text {done} of {count}")
+    bar = display.bar("embedding", count, unit="texts") if display else nullcontext(lambda rows: None)
+    async with aclosing(job.blocks(reader.read(done))) as blocks:
+        with bar as advance:
+            advance(done)
+            async for block in blocks:
+                growing.append(
+                    block.joined().data,
+                    rows=len(block.kept),
+                    read=block.read,
+                    truncated=block.truncated,
+                    skipped=block.skipped,
+                )
+                tokens += block.tokens
+                if block.skipped:
+                    _check_skipped(len(growing.record.skipped), block.skipped[-1].message)
+                advance(block.read)
+    return tokens
 
 
 def _origin(corpus: Corpus, key: dict[str, Any]) -> dict[str, Any]:

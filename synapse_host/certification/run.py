@@ -88,18 +88,8 @@ async def certify(
     engine, artifact = only.engines[assignment.require().engine_id], assignment.placement.artifact
     assert artifact is not None
     model = binding.model_of(assignment.bundle, artifact, assignment.model)
-    on_ane, placement = engine.device_kind == "ane", run.placement
-    if on_ane and placement is not None:
-        functions, allowed, reason = plans(assignment)
-        forced = await _forced(run, only, order, config)
-        placement = msgspec.structs.replace(
-            placement,
-            functions=functions,
-            cpu_allowed=allowed,
-            reason=reason,
-            forced_ms=forced,
-            native_ms=run.native_ms,
-        )
+    on_ane = engine.device_kind == "ane"
+    placement = await _placement(run, only, order, config, plans) if on_ane else run.placement
     return verdict.judge(
         Evidence(
             format="synapse-evidence-v1",
@@ -131,6 +121,24 @@ async def certify(
             cost_ms=run.cost_ms,
             fault=run.fault,
         )
+    )
+
+
+async def _placement(
+    run: Trial, matrix: HardwareMatrix, order: Order, config: HostConfig, plans: Plans
+) -> documents.Placement | None:
+    """Return what the run saw of the placement, with what the framework plans and what the CPU alone takes."""
+    if run.placement is None:
+        return None
+    functions, allowed, reason = plans(run.assignment)
+    forced = await _forced(run, matrix, order, config)
+    return msgspec.structs.replace(
+        run.placement,
+        functions=functions,
+        cpu_allowed=allowed,
+        reason=reason,
+        forced_ms=forced,
+        native_ms=run.native_ms,
     )
 
 
