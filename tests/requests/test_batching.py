@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.protocol.messages import EmbedBatch, Pooling, RerankSequences, Scores, Vectors
@@ -47,6 +47,8 @@ CALLS = st.builds(
     st.integers(1, 40),
     st.sets(st.integers(0, 12)),
 )
+@example(call(3), [call(3), call(5)], 4, 10, set())  # one token too many
+@example(call(1), [call(1, 1), call(1), call(1)], 4, 10, set())  # one row too many
 def test_company_is_the_longest_run_of_alike_calls_that_fits(
     leader: Batch, waiting: list[Any], rows: int, tokens: int, bad: set[int]
 ) -> None:

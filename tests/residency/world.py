@@ -45,9 +45,8 @@ def resident(core: Residency, worker: str) -> set[Key]:
 class World:
     """Runs one random history; ``step`` does one event chosen by *pick*, an index into what is possible."""
 
-    def __init__(self, limits: Limits | None = None, fleet: dict[str, Model] | None = None) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.core = Residency(limits or Limits(nbytes=6000))
-        self.fleet = fleet or FLEET
         self.now = 0.0
         self.wire: list[Admit | Evict] = []
         """Exchanges without an answer yet."""
@@ -60,7 +59,7 @@ class World:
         self.answered = 0
         self.processes: dict[str, set[Key]] = {}
         """What each live process really holds."""
-        for name, model in self.fleet.items():
+        for name, model in FLEET.items():
             self.core.open_worker(name, model)
             self.collect()
 
