@@ -64,7 +64,7 @@ def test_a_manifest_that_is_no_plain_file_is_not_waited_for(tmp_path: Path, kind
         place.symlink_to("/dev/zero")
     elif kind == "folder":
         place.mkdir()
-    with pytest.raises(BundleError, match=r"is not a model bundle: manifest\.json: "):
+    with pytest.raises(BundleError, match=r"is not a model bundle: manifest\.json: \w"):
         manifest.read(tmp_path)
 
 
@@ -150,6 +150,9 @@ def test_anything_but_one_strict_object_is_refused(data: bytes, part: str) -> No
         ({"artifacts": []}, "artifacts"),
         ({"dims": 0}, "dims"),
         ({"dims": True}, "dims"),
+        ({"dims": 2**32}, "dims"),
+        ({"special_ids": {"cls": -1}}, "special_ids"),
+        ({"special_ids": {"cls": 2**31}}, "special_ids"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"family": "../t5"}, "family"),
         ({"manifest_version": 2}, "manifest_version"),
@@ -200,7 +203,7 @@ def test_behind_dense_layers_the_worker_has_a_width_of_its_own() -> None:
 
 def test_read_gives_root_digest_and_artifacts_in_order(tmp_path: Path) -> None:
     others = [{**GGUF, "path": "b.gguf", "dtype": "f16"}, {**COREML, "tree": DIGEST, "functions": FUNCTIONS}]
-    written = parsed(artifacts=[GGUF, *others])
+    written = parsed(artifacts=[GGUF, *others], special_ids={"pad": 0, "eos": 2**31 - 1}, dims=2**32 - 1)
     digest = manifest.write(tmp_path, written)
     for place in (tmp_path, tmp_path / "manifest.json", str(tmp_path)):
         bundle = manifest.read(place)

@@ -86,6 +86,7 @@ TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}
         (EMBEDDER, "config_sentence_transformers.json", {"truncate_dim": 0}, "truncate_dim"),
         (EMBEDDER, "adapter_config.json", {"peft_type": "LORA"}, "merge_and_unload"),
         (EMBEDDER, "config.json", {"is_decoder": True}, "is_decoder"),
+        (EMBEDDER, "config.json", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         (EMBEDDER, "config.json", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         (EMBEDDER, "config.json", {"embedding_multiplier": 12.0}, "embedding_multiplier"),
         (EMBEDDER, "config.json", {"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -57,7 +57,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, toy: str, format: str
 )
 def test_pairs_have_the_template_of_their_kind(tmp_path: Path, toy: str, format: str) -> None:
     """``<s> query </s></s> document </s>`` on either engine; BERT's template gives other, plausible scores."""
-    options: dict[str, Any] = {"formats": [format], "dtypes": {format: ["f32"]}, "model_id": "toy"}
+    options: dict[str, Any] = {"formats": [format], "dtypes": {"gguf": ["f32"]}, "model_id": "toy"}
     bundle = builder.build(TOYS[toy](tmp_path / "checkpoint"), tmp_path / "b", **options)
     # Every row of the golden file is <s> 5 6 7 </s></s> document </s>.
     documents = [row[6:-1] for row in rows(GOLDENS, toy)]
