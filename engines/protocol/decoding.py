@@ -22,7 +22,6 @@ from engines.protocol.messages import (
     Pong,
     Progress,
     Shutdown,
-    Vectors,
 )
 
 _NOT_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[^\[\]{}"]+', re.DOTALL)
@@ -62,14 +61,9 @@ def decode_from_worker(data: Buffer) -> FromWorker:
     req_id = message.req_id
     if req_id is not UNSET and not req_id.isascii() and _too_long(req_id):
         raise msgspec.ValidationError("req_id must have 1 to 64 bytes")
-    kind = type(message)
-    if isinstance(message, Vectors):  # the hot one, without the loop
-        if message.n > U64_MAX:
-            raise msgspec.ValidationError("n is above the u64 range")
-    elif kind in _U64_FIELDS:
-        for name in _U64_FIELDS[kind]:
-            if getattr(message, name) > U64_MAX:
-                raise msgspec.ValidationError(f"{name} is above the u64 range")
+    for name in _U64_FIELDS.get(type(message), ()):
+        if getattr(message, name) > U64_MAX:
+            raise msgspec.ValidationError(f"{name} is above the u64 range")
     return message
 
 
@@ -100,3 +94,4 @@ _U64_FIELDS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Loaded: ("cold_load_ms",),
     Pong: ("rss_mb", "models_loaded"),
 }
+"""VECTORS.n is compared with the request's items anyway."""
