@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.protocol.messages import EmbedBatch, Pooling, RerankSequences, Scores, Vectors
@@ -31,6 +31,33 @@ def other(req_id: str, model_ref: str) -> Any:
     raise AssertionError
 
 
+@pytest.mark.parametrize(
+    ("leader", "waiting", "count"),
+    [
+        (call(3), [], 0),
+        (call(3), [call(3), call(4)], 2),
+        (call(3), [call(3), call(5)], 1),  # eleven tokens
+        (call(3), [call(8), call(1)], 0),  # in order of arrival: the small one doesn't pass the large one
+        (call(20), [call(1)], 0),  # too large already
+        (call(1), [call(1, 1), call(1), call(1)], 2),  # four rows
+        (call(1), [call(1), call(1, pooling=CLS), call(1)], 1),
+        (call(1), [call(1, normalize=False)], 0),
+        (call(1, pooling=None), [call(1, pooling=None), call(1)], 1),
+        (call(1), [call(1), other, call(1)], 1),
+    ],
+)
+def test_who_goes_along(leader: Batch, waiting: list[Any], count: int) -> None:
+    assert leader.company(waiting, rows=4, tokens=10) == count
+
+
+def test_a_suspect_shares_with_nobody() -> None:
+    bad, good = call(2, start=50), call(2)
+    alone = {bad.fingerprint(): None}
+    assert bad.company([good], rows=9, tokens=99, alone=alone) == 0
+    assert good.company([good, bad, good], rows=9, tokens=99, alone=alone) == 1
+    assert call(2, start=50).fingerprint() == bad.fingerprint() != good.fingerprint()
+
+
 CALLS = st.builds(
     lambda lengths, pooling, normalize, start: call(*lengths, pooling=pooling, normalize=normalize, start=start),
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
@@ -47,8 +74,6 @@ CALLS = st.builds(
     st.integers(1, 40),
     st.sets(st.integers(0, 12)),
 )
-@example(call(3), [call(3), call(5)], 4, 10, set())  # one token too many
-@example(call(1), [call(1, 1), call(1), call(1)], 4, 10, set())  # one row too many
 def test_company_is_the_longest_run_of_alike_calls_that_fits(
     leader: Batch, waiting: list[Any], rows: int, tokens: int, bad: set[int]
 ) -> None:
