@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import Pooling
 
 
 class Settings(Struct, frozen=True):
@@ -25,8 +24,6 @@ class Settings(Struct, frozen=True):
     """Certified time of one row or pass by function; above twice that an admission is refused."""
     operation: str | None = None
     profile: str | None = None
-    pooling: Pooling | None = None
-    normalize: Literal["true", "false"] | None = None
 
 
 def parse(values: Mapping[str, str]) -> Settings:

@@ -21,6 +21,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
+from tests.ane.conftest import refusal
 from tests.support.ane_bundle import compiler
 from tests.support.ane_worker import ReferenceEngine
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
@@ -58,12 +59,6 @@ def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend,
     engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
 
 
-def refusal(call: Callable[[], object]) -> ErrorCode:
-    with pytest.raises(EngineError) as refused:
-        call()
-    return refused.value.code
-
-
 @pytest.mark.parametrize("name", ["bert", "bert:macos14"])
 def test_prepared_bundles_lie_at_a_stable_path_and_load_from_there(name: str, bundles: Bundles, tmp_path: Path) -> None:
     bundle = bundles(name)
@@ -95,8 +90,7 @@ def test_a_compiler_that_fails_leaves_no_staging(bundles: Bundles, tmp_path: Pat
     def failing(package: Path) -> Path:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "compiling failed")
 
-    with pytest.raises(EngineError):
-        tool.prepare(bundles("bert").root, tmp_path, backend=CompiledBackend(), compiler=failing)
+    refusal(lambda: tool.prepare(bundles("bert").root, tmp_path, backend=CompiledBackend(), compiler=failing))
     assert not list(tmp_path.rglob(".*.tmp")) and not list(tmp_path.rglob("compiled"))
 
 
@@ -106,7 +100,7 @@ def test_an_os_update_makes_the_record_void_and_preparing_again_compiles_nothing
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
     backend.build = "24B1"
-    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)) is ErrorCode.SPECIALIZATION_MISSING
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is ErrorCode.SPECIALIZATION_MISSING
     load_prepared(bundle, tmp_path, backend, prepare="allow_cold")
 
     def never(package: Path) -> Path:
@@ -125,10 +119,9 @@ def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path
                 raise EngineError(ErrorCode.OOM, "killed")
             return super().open(source, units=units)
 
-    with pytest.raises(EngineError):
-        prepare(bundle, tmp_path, Dies())
+    refusal(lambda: prepare(bundle, tmp_path, Dies()))
     backend = CompiledBackend()
-    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)) is ErrorCode.SPECIALIZATION_MISSING
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is ErrorCode.SPECIALIZATION_MISSING
     prepare(bundle, tmp_path, backend)
     load_prepared(bundle, tmp_path, backend)
 
@@ -159,7 +152,7 @@ def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles,
                 del functions[name]
         file.write_text(json.dumps({**document, **damage, "functions": functions}))
     backend.opened.clear()
-    assert refusal(lambda: load_from(bundle, path, record.compiled_digest, backend)) is code
+    assert refusal(lambda: load_from(bundle, path, record.compiled_digest, backend)).code is code
     assert backend.opened == []
 
 
