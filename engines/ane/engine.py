@@ -186,13 +186,10 @@ def _keys(artifact: Artifact) -> dict[Key, str]:
 
     keys: dict[Key, str] = {}
     for function in artifact.functions or ():
-        if function.bucket is not UNSET and function.packed_width is UNSET:
-            key = Key("shape", function.bucket)
-        elif function.packed_width is not UNSET and function.bucket is UNSET:
-            key = Key("packed", function.packed_width)
-        else:
+        if bool(function.bucket) is bool(function.packed_width):
             why = f"function {function.name} must have one of bucket and packed_width"
             raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+        key = Key("shape", function.bucket) if function.bucket else Key("packed", function.packed_width or 0)
         if key in keys:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
         keys[key] = function.name

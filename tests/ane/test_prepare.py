@@ -49,14 +49,12 @@ def prepare(bundle: Bundle, cache: Path, backend: CompiledBackend | None = None)
 
 
 def load_prepared(bundle: Bundle, cache: Path, backend: CompiledBackend, **config: str) -> None:
+    """Load from where the preparer puts it, whatever its record says."""
     (artifact,) = bundle.artifacts("coreml")
-    path, record = preparation.find(cache, artifact.digest)
-    load_from(bundle, path, record.compiled_digest, backend, **config)
-
-
-def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend, **config: str) -> None:
+    path = preparation.folder(cache, artifact.digest) / "compiled"
+    request = Load("x", str(path), tree_digest(path).compatible, "mlmodelc", config)
     engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")), backend)
-    engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
+    engine.load(request, progress=silent()).close()
 
 
 @pytest.mark.parametrize("name", ["bert", "bert:macos14"])
@@ -140,8 +138,7 @@ def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path
 def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles, tmp_path: Path) -> None:
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
-    path, record = preparation.find(tmp_path, bundle.artifacts("coreml")[0].digest)
-    file = path.parent / "preparation.json"
+    file = preparation.folder(tmp_path, bundle.artifacts("coreml")[0].digest) / "preparation.json"
     document = json.loads(file.read_bytes())
     file.unlink()
     if damage is not None:
@@ -152,7 +149,7 @@ def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles,
                 del functions[name]
         file.write_text(json.dumps({**document, **damage, "functions": functions}))
     backend.opened.clear()
-    assert refusal(lambda: load_from(bundle, path, record.compiled_digest, backend)).code is code
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is code
     assert backend.opened == []
 
 

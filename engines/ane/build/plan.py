@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from msgspec import UNSET
-
 from engines.ane import artifact as files
 from engines.ane.compute_plan import CPU_ALLOWED, Device, Function, stages
 from engines.ane.coreml import CoreML
@@ -47,8 +45,7 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
     backend.require()
     artifacts = {artifact.digest: artifact for artifact in manifest.read(manifest_path).artifacts("coreml")}
     record = files.prepared(path, source_digests=artifacts, os_build=backend.os_build(), allow_cold=True)
-    functions = artifacts[record.source_digest].functions
-    assert functions is not UNSET, "the manifest's check"
+    functions = artifacts[record.source_digest].functions or []
     found = files.sources(path, [function.name for function in functions], record)
     rows = []
     for done, function in enumerate(functions):
@@ -59,7 +56,6 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
             counts = counted(program.plan())
         finally:
             program.close()
-        packed = function.packed_width is not UNSET
-        tokens = function.packed_width if packed else function.bucket
-        rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **counts})
+        kind, tokens = "packed" if function.packed_width else "bucket", function.packed_width or function.bucket
+        rows.append({"name": function.name, "kind": kind, "tokens": tokens, **counts})
     return {"functions": rows, "cpu_allowed": sorted(CPU_ALLOWED)}
