@@ -19,8 +19,6 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.runtime.artifact import expected_digest
 
 if TYPE_CHECKING:
-    from engines.bundle.manifest import Artifact
-    from engines.protocol.messages import Load
     from engines.runtime.progress import ProgressReporter
 
 MAIN: Final = "main"
@@ -71,19 +69,6 @@ class Verified:
         if not unchanged:
             why = f"{str(self.root)!r} was written to since LOAD verified it; load it again"
             raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
-
-
-def find(
-    request: Load, artifacts: Iterable[Artifact], *, os_build: str, allow_cold: bool, progress: ProgressReporter
-) -> tuple[Artifact, Verified, preparation.Preparation]:
-    """Return which of the bundle's *artifacts* LOAD's folder was made from, the folder, verified, and its record.
-
-    EngineError: what :class:`Verified` and :func:`prepared` raise.
-    """
-    folder = Verified(request.artifact_path, request.artifact_digest, progress)
-    known = {one.digest: one for one in artifacts}
-    record = prepared(folder.root, source_digests=known, os_build=os_build, allow_cold=allow_cold)
-    return known[record.source_digest], folder, record
 
 
 def prepared(root: Path, *, source_digests: Iterable[str], os_build: str, allow_cold: bool) -> preparation.Preparation:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engines.ane.compute_plan import PlanView
+    from engines.ane.compute_plan import Function
     from engines.ane.inputs import Feeds
     from engines.ane.signature import FunctionSpec
 
@@ -39,7 +39,7 @@ class Program(Protocol):
     def run(self, feeds: Feeds) -> Mapping[str, npt.NDArray[np.float32]]:
         """Run once; return dense float32 arrays the caller owns, by output name. EngineError on a failed prediction."""
 
-    def plan(self) -> PlanView | None:
+    def plan(self) -> Function | None:
         """Return where the framework intends to run each operation of this function, None where it won't say."""
 
     def signature(self) -> FunctionSpec:

@@ -20,21 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engines.ane.backend import Source
-from engines.ane.signature import FunctionSpec, Tensor
+from engines.ane.compute_plan import Function, from_objc
+from engines.ane.signature import DTYPES, FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from engines.ane.compute_plan import PlanView
     from engines.ane.inputs import Feeds
 
 PLAN_TIMEOUT_S: Final = 540.0  # below the 600 s silence window: a plan that takes longer is no plan
 UNITS: Final = {"cpu_only": 0, "cpu_and_ne": 3}  # [A] MLComputeUnits; MLComputeUnitsAll (2) is never used
 INFREQUENT: Final = 1  # [A] MLReshapeFrequencyHintInfrequent; [P] the same
-DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}  # [A] MLMultiArrayDataType; [P] the same
-KINDS: Final = {dtype: kind for kind, dtype in DTYPES.items()}
+KINDS: Final = {dtype: kind for kind, dtype in DTYPES.items()}  # [A] MLMultiArrayDataType; [P] the same
 EXHAUSTED: Final = ("no memory", "resource exhaust", "resources exhaust", "insufficient", "program load failure")
 
 
@@ -159,10 +158,8 @@ class Handle:
             raise _fail(ErrorCode.INFERENCE_FAILED, "input provider", error)
         return provider
 
-    def plan(self) -> PlanView | None:
+    def plan(self) -> Function | None:
         """[A] +[MLComputePlan loadContentsOfURL:configuration:completionHandler:], macOS 14.4, as it was loaded."""
-        from engines.ane.compute_plan import from_objc
-
         got: list[Any] = []
         done = threading.Event()
 
@@ -177,7 +174,7 @@ class Handle:
                 )
                 if not done.wait(PLAN_TIMEOUT_S) or got[0] is None:
                     raise _fail(ErrorCode.PLACEMENT_UNREPORTED, "compute plan", got[1] if got else None)
-                return from_objc(got[0], only=self._only)
+                return from_objc(got[0], self._only)
         except Exception as exc:  # any plan error is a line on stderr and no value (ane.md 1.1, 6)
             print(f"no compute plan for {self._name}: {exc}", file=sys.stderr)
             return None

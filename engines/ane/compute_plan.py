@@ -1,7 +1,7 @@
 """MLComputePlan as plain data, and what follows from it: the placement share, the CPU operations allowed, inventories.
 
-The reader takes PyObjC's objects by duck typing. The view is JSON-ready (msgspec) and goes into the evidence document,
-from which every number here can be computed again anywhere. What isn't known is None, never 0 and never 1, so
+The reader takes PyObjC's objects by duck typing. A function is JSON-ready (msgspec) and goes into the evidence
+document, from which every number here can be computed again anywhere. What isn't known is None, never 0 and never 1, so
 a gate on it fails. :func:`share` is upstream's ``placement_share`` exactly (ane.md 1.1) and what PONG carries.
 """
 
@@ -79,13 +79,6 @@ class Function(Struct, frozen=True):
                 yield from Function((), block).walk()
 
 
-class PlanView(Struct, frozen=True):
-    """A plan of one model. ``kind``: program, or other (a pipeline, a neural network), which has no functions."""
-
-    kind: str
-    functions: dict[str, Function] = {}
-
-
 def device_of(device: object | None) -> Device:
     """Map a device of either binding to a label by its class: ML{CPU,GPU,NeuralEngine}ComputeDevice, Apple's names."""
     name = type(device).__name__
@@ -95,14 +88,21 @@ def device_of(device: object | None) -> Device:
     return Device.UNKNOWN
 
 
-def from_objc(plan: Any, *, only: str | None) -> PlanView:
-    """Convert a PyObjC ``MLComputePlan``; *only* limits the walk to one function.
+def from_objc(plan: Any, name: str | None) -> Function | None:
+    """Convert a function of a PyObjC ``MLComputePlan``; None for a pipeline or a neural network, which has none.
 
-    The selectors are those of Apple's CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4.
+    *name* says which one of a multi-function package; else it is ``main`` or, without one, that with the fewest inputs
+    (upstream's rule). The selectors are those of Apple's CoreML/MLComputePlan.h and MLModelStructure.h, macOS 14.4.
     """
     program = plan.modelStructure().program()
     if program is None:
-        return PlanView("other")
+        return None
+    functions = {str(key): one for key, one in program.functions().items()}
+    found = functions.get(name or "main")
+    if found is None and name is None:
+        found = min(functions.values(), key=lambda one: len(one.inputs()), default=None)
+    if found is None:
+        return None
 
     def names(op: Any) -> tuple[str, ...]:
         bound = [binding.name() for argument in op.inputs().values() for binding in argument.bindings()]
@@ -120,38 +120,21 @@ def from_objc(plan: Any, *, only: str | None) -> PlanView:
             names(op),
         )
 
-    def function(found: Any) -> Function:
-        block = found.block()
-        return Function(
-            tuple(str(one.name()) for one in found.inputs()),
-            tuple(convert(op) for op in block.operations()),
-            tuple(str(name) for name in block.outputNames()),
-        )
-
-    found = {str(name): one for name, one in program.functions().items() if only is None or str(name) == only}
-    return PlanView("program", {name: function(one) for name, one in found.items()})
+    block = found.block()
+    return Function(
+        tuple(str(one.name()) for one in found.inputs()),
+        tuple(convert(op) for op in block.operations()),
+        tuple(str(name) for name in block.outputNames()),
+    )
 
 
-def main_function(plan: PlanView, name: str | None = None) -> Function | None:
-    """Return the function a plan is judged by: *name* if it is there, else ``main``, else the one with fewest inputs.
-
-    Upstream's rule is the last two; *name* is for a multi-function package, where each function is its own bucket.
-    """
-    if name is not None and name in plan.functions:
-        return plan.functions[name]
-    if "main" in plan.functions:
-        return plan.functions["main"]
-    return min(plan.functions.values(), key=lambda function: len(function.inputs), default=None)
-
-
-def share(plan: PlanView | None, name: str | None = None) -> float | None:
+def share(function: Function | None) -> float | None:
     """Return count(preferred Neural Engine) / count(operations with a known preferred device).
 
     Unweighted, nested blocks included, ``unknown`` left out on both sides; constants drop out because the plan reports
     no usage for them, not by name. None for no plan, for anything but an ML Program, and for zero dispatchable
     operations.
     """
-    function = None if plan is None else main_function(plan, name)
     if function is None:
         return None
     labels = [operation.preferred for operation in function.walk()]
@@ -207,16 +190,13 @@ def _from_inputs(operation: Operation, origins: set[str | None]) -> str | None:
     return None
 
 
-def cpu_stages(plan: PlanView, name: str | None = None) -> list[str]:
+def cpu_stages(function: Function) -> list[str]:
     """Map every CPU-preferred operation to its stage; return the stages in order, without repeats.
 
     EngineError ``invalid_placement`` names the first operation that is the model's work, or says that there are too
     many: then the share alone would hide real work on the CPU. GPU-preferred operations are refused too (the units
     exclude it).
     """
-    function = main_function(plan, name)
-    if function is None:
-        return []
     found: dict[str, None] = {}
     count = 0
     for operation, stage in stages(function):

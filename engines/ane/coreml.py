@@ -1,19 +1,20 @@
-"""The production backend: what a machine needs for Core ML, then :mod:`engines.ane.binding`, imported when needed."""
+"""The production backend: what a machine needs for Core ML, then :mod:`engines.ane.binding`."""
 
 from __future__ import annotations
 
 import platform
+import plistlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from engines.ane import binding
 from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import ANE_ENGINE
 from engines.runtime.engine import Probe
 
 if TYPE_CHECKING:
     from engines.ane.backend import Source
-    from engines.ane.binding import Handle
 
 MIN_MACOS: Final = (14, 4)
 """MLComputePlan and optimisation hints; below it there is no placement to gate on."""
@@ -27,27 +28,17 @@ def mac_version() -> str:
     return platform.mac_ver()[0]
 
 
-def floor(system: str | None = None, version: str | None = None, machine: str | None = None) -> str:
-    """Return ``ok`` or the code of the first requirement that fails; imports nothing. Arguments are for tests."""
-    if (platform.system() if system is None else system) != "Darwin":
+def floor() -> str:
+    """Return ``ok`` or the code of the first requirement that fails; imports nothing."""
+    if platform.system() != "Darwin":
         return "os_unsupported"
-    parts = (mac_version() if version is None else version).split(".")[:2]
-    if tuple(int(part) for part in parts if part.isdecimal()) < MIN_MACOS:
+    if tuple(int(part) for part in mac_version().split(".")[:2] if part.isdecimal()) < MIN_MACOS:
         return "os_too_old"
-    if (platform.machine() if machine is None else machine) != "arm64":
+    if platform.machine() != "arm64":
         return "arch_unsupported"
     if any(find_spec(name) is None for name in ("objc", "CoreML", "Foundation")):
         return "bindings_missing"
     return "ok"
-
-
-def os_build() -> str:
-    """Return the OS build, such as 24A335; ``none`` off macOS."""
-    if platform.system() != "Darwin":
-        return "none"
-    import plistlib
-
-    return str(plistlib.loads(VERSION_FILE.read_bytes())["ProductBuildVersion"])
 
 
 def probe() -> Probe:
@@ -56,10 +47,8 @@ def probe() -> Probe:
     observed: dict[str, object] = {"os": platform.system(), "arch": platform.machine(), "os_version": mac_version()}
     code = floor()
     if code == "ok":
-        from engines.ane.binding import devices
-
         try:
-            found = devices()
+            found = binding.devices()
         except ImportError as exc:  # parts of different releases, or built for another Python
             code, observed["bindings"] = "bindings_missing", str(exc)[:300]
         else:
@@ -83,20 +72,17 @@ class CoreML:
             raise EngineError(ErrorCode.BACKEND_MISSING, f"Core ML on the Neural Engine can't run here: {code}")
 
     def os_build(self) -> str:
-        """Return the OS build."""
-        return os_build()
+        """Return the OS build, such as 24A335."""
+        return str(plistlib.loads(VERSION_FILE.read_bytes())["ProductBuildVersion"])
 
-    def open(self, source: Source, *, units: str) -> Handle:
+    def open(self, source: Source, *, units: str) -> binding.Handle:
         """Load one function with the configuration that its plan is made with too."""
-        self.require()
         if source.multi and int(mac_version().partition(".")[0] or 0) < MULTI_FUNCTION_MACOS:
             why = f"{source.path.name} holds several functions, which needs macOS {MULTI_FUNCTION_MACOS}"
             what = f"this is {mac_version()}: build it again with `python -m engines.ane build --target macos14`"
             raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{why} and {what}")
-        from engines.ane.binding import Handle
-
         try:
-            return Handle(source, units)
+            return binding.Handle(source, units)
         except ImportError as exc:
             why = f"PyObjC is installed and can't be imported ({exc})"
             what = "install the extra 'ane' again, which pins its parts to one release"

@@ -127,7 +127,6 @@ class AneEngine(Engine):
         from engines.ane import config
         from engines.ane.model import AneModel
         from engines.ane.signature import check_signature, expected
-        from engines.runtime.artifact import expected_digest
 
         settings = config.parse(request.runtime_config)
         if request.format not in FORMATS:
@@ -141,12 +140,12 @@ class AneEngine(Engine):
         artifacts = bundle.artifacts(FORMAT)
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
-        expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
-        os_build = self._backend.os_build()
-        artifact, folder, record = files.find(
-            request, artifacts, os_build=os_build, allow_cold=settings.prepare == "allow_cold", progress=progress
-        )
+        folder = files.Verified(request.artifact_path, request.artifact_digest, progress)
+        known = {one.digest: one for one in artifacts}
+        os_build, cold = self._backend.os_build(), settings.prepare == "allow_cold"
+        record = files.prepared(folder.root, source_digests=known, os_build=os_build, allow_cold=cold)
+        artifact = known[record.source_digest]
         rules, hidden, layers = _rules(described, artifact)
         keys = _keys(artifact)
         found = files.sources(folder.root, keys.values(), record)
@@ -186,14 +185,11 @@ def _keys(artifact: Artifact) -> dict[Key, str]:
     from engines.ane.signature import Key
 
     keys: dict[Key, str] = {}
-    for function in artifact.functions if artifact.functions is not UNSET else []:
-        if function.bucket is not UNSET and function.packed_width is UNSET:
-            key = Key("shape", function.bucket)
-        elif function.packed_width is not UNSET and function.bucket is UNSET:
-            key = Key("packed", function.packed_width)
-        else:
+    for function in artifact.functions or ():
+        if bool(function.bucket) is bool(function.packed_width):
             why = f"function {function.name} must have one of bucket and packed_width"
             raise EngineError(ErrorCode.ARTIFACT_INVALID, why)
+        key = Key("shape", function.bucket) if function.bucket else Key("packed", function.packed_width or 0)
         if key in keys:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"the manifest names {key} twice")
         keys[key] = function.name
@@ -214,11 +210,10 @@ def _rules(described: Manifest, artifact: Artifact) -> tuple[InputRules, int, in
         c = complete_config(described.config, cast("Family", described.family), where=where, from_manifest=True)
     except CheckpointError as exc:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, str(exc)) from exc
-    special = described.special_ids if described.special_ids is not UNSET else {}
+    special = described.special_ids or {}
     token_types = described.token_types is True
     if token_types and "sep" not in special:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "manifest.json: special_ids.sep is missing (token types need it)")
     sep = special["sep"] if token_types else None
     rules = InputRules.of(described.family, c, pad_id=special.get("pad", 0), token_types=token_types, sep_id=sep)
-    layers = artifact.layers if artifact.layers is not UNSET else c["num_hidden_layers"]
-    return rules, c["hidden_size"], layers
+    return rules, c["hidden_size"], artifact.layers or c["num_hidden_layers"]

@@ -6,20 +6,20 @@ Names are those the builder writes: ``input_ids``, ``attention_mask``, ``token_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from engines.ane.families import FAMILIES
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from engines.runtime.batch import IntArray
 
-    Feeds: TypeAlias = Mapping[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]
+Feeds: TypeAlias = Mapping[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]]
 
 MASKED: Final = -10_000.0
 """Additive bias of a forbidden pair. Finite on purpose: an infinity or the fp32 minimum turns a whole fp16 output into
@@ -51,8 +51,6 @@ def single(ids: IntArray, bucket: int, rules: InputRules) -> Feeds:
 
     The mask follows the row's length, never ``id == pad``: Qwen's end token has the pad id and must stay attended.
     """
-    import numpy as np
-
     n = len(ids)
     row = np.full((1, bucket), rules.pad_id, np.int32)
     row[0, :n] = ids
@@ -69,15 +67,14 @@ def single(ids: IntArray, bucket: int, rules: InputRules) -> Feeds:
 
 
 def packed(rows: list[IntArray], width: int, rules: InputRules) -> Feeds:
-    """Lay several rows out back to back in one pass of *width*; the rest of the pass is padding."""
-    import numpy as np
-
+    """Lay several rows out back to back in one pass of *width*; the rest of the pass is padding, at position 0."""
     lengths = tuple(len(row) for row in rows)
-    ids = np.full((1, width), rules.pad_id, np.int32)
+    ids, positions = np.full((1, width), rules.pad_id, np.int32), np.zeros((1, width), np.int32)
     ids[0, : sum(lengths)] = np.concatenate(rows)
+    positions[0, : sum(lengths)] = np.concatenate([np.arange(length) for length in lengths])
     feeds: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float16]] = {
         "input_ids": ids,
-        "position_ids": positions(lengths, width),
+        "position_ids": positions,
         "attention_bias": bias(lengths, width, causal=rules.causal),
     }
     if rules.window is not None:
@@ -95,8 +92,6 @@ def bias(
     padding query sees itself alone, so that its softmax stays finite without a look at any row. Read-only; the 64 most
     recent length tuples are kept (128 KiB each at width 256).
     """
-    import numpy as np
-
     row_of = np.full(width, -1, np.int32)
     row_of[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
     place = np.arange(width)
@@ -109,15 +104,3 @@ def bias(
     table = np.where(allowed, np.float16(0), np.float16(MASKED))[None, None]
     table.setflags(write=False)
     return table
-
-
-def positions(lengths: Sequence[int], width: int) -> npt.NDArray[np.int32]:
-    """Return position ids [1, width] int32: 0, 1, … restarting in every row; padding is at position 0."""
-    import numpy as np
-
-    out = np.zeros((1, width), np.int32)
-    start = 0
-    for length in lengths:
-        out[0, start : start + length] = np.arange(length, dtype=np.int32)
-        start += length
-    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -62,9 +62,8 @@ def finish(vectors: FloatArray, *, normalize: bool) -> FloatArray:
     norms: np.ndarray = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))
     bad = np.flatnonzero(norms <= 0.0)
     if len(bad):
-        raise EngineError(
-            ErrorCode.NONFINITE_OUTPUT, f"{len(bad)} of {len(vectors)} rows are all zeros, first {bad[0]}"
-        )
+        why = f"{len(bad)} of {len(vectors)} rows are all zeros, first {bad[0]}"
+        raise EngineError(ErrorCode.NONFINITE_OUTPUT, why)
     if normalize:
         vectors /= np.maximum(norms, MIN_NORM)[:, None].astype(np.float32)
     return vectors
@@ -141,7 +140,8 @@ class AneModel(Model):
                 check_signature(name, program.signature(), spec)
                 self._smoke(key, name, program)
                 self._progress.advance()
-                share, stages = self._placement(name, source, program)
+                identity = self._identity(name)
+                share, stages = self._placement(identity, program)
                 self._progress.advance()
             # The framework has opened the path by now, perhaps more than once: what lay there must be what was hashed.
             self._recheck()
@@ -151,7 +151,6 @@ class AneModel(Model):
             if program is not None:
                 program.close()
             raise
-        identity = self._identity(name)
         if share is not None:
             self._plans[tuple(identity.values())] = share, stages
         inventory = compute_plan.inventory(**identity, version=self._version, layers=self._layers, stages=list(stages))
@@ -192,19 +191,19 @@ class AneModel(Model):
             return inputs.single(row, key.tokens, self._rules)
         return inputs.packed([row, row] if 2 * len(row) <= key.tokens else [row], key.tokens, self._rules)
 
-    def _placement(self, name: str, source: Source, program: Program) -> tuple[float | None, tuple[str, ...]]:
+    def _placement(self, identity: dict[str, str], program: Program) -> tuple[float | None, tuple[str, ...]]:
         """Return share and CPU stages, from the cache where this function was planned before."""
         if self._settings.placement == "off":
             return None, ()
-        known = self._plans.get(tuple(self._identity(name).values()))
+        known = self._plans.get(tuple(identity.values()))
         if known is not None:
             return known
         plan = program.plan()
-        wanted = source.function if source.multi else None
+        if plan is None:
+            return None, ()
         # On the CPU alone everything is off the allow-list by construction; that mode measures speed-up only.
-        checked = plan is not None and self._settings.compute_units == "cpu_and_ne"
-        stages = tuple(compute_plan.cpu_stages(plan, wanted)) if checked and plan is not None else ()
-        return compute_plan.share(plan, wanted), stages
+        judged = self._settings.compute_units == "cpu_and_ne"
+        return compute_plan.share(plan), tuple(compute_plan.cpu_stages(plan)) if judged else ()
 
     def embed(
         self,
@@ -220,14 +219,9 @@ class AneModel(Model):
             self._mismatch("embed")
         check_vocabulary(batch.input_ids, self._rules.vocab)
         vectors = np.empty((len(batch), self.dims), np.float32)
-
-        def keep(row: int, states: FloatArray) -> None:
+        found = self._each(batch, progress) if packed_width is None else self._packed(batch, packed_width, progress)
+        for row, states in found:
             vectors[row] = pool(states, pooling)
-
-        if packed_width is None:
-            self._each(batch, keep, progress)
-        else:
-            self._packed(batch, packed_width, keep, progress)
         return finish(vectors, normalize=normalize)
 
     def rerank_sequences(self, batch: TokenBatch, *, progress: ProgressReporter) -> FloatArray:
@@ -236,15 +230,12 @@ class AneModel(Model):
             self._mismatch("rerank")
         check_vocabulary(batch.input_ids, self._rules.vocab)
         scores = np.empty(len(batch), np.float32)
-
-        def keep(row: int, output: FloatArray) -> None:
+        for row, output in self._each(batch, progress):
             scores[row] = output[0]
-
-        self._each(batch, keep, progress)
         return scores
 
-    def _each(self, batch: TokenBatch, keep: Callable[[int, FloatArray], None], progress: ProgressReporter) -> None:
-        """Run every row on its own rung, rungs ascending; *keep* gets a row's states without padding, or its score."""
+    def _each(self, batch: TokenBatch, progress: ProgressReporter) -> Iterator[tuple[int, FloatArray]]:
+        """Run every row on its own rung, rungs ascending; yield its index with its states without padding, or score."""
         groups = group(batch.lengths.tolist(), self.buckets)
         # All rungs first: a refusal halfway would waste the rows before it.
         programs = {bucket: self._shapes.program(Key("shape", bucket)) for bucket in groups}
@@ -252,18 +243,17 @@ class AneModel(Model):
         for bucket, members in groups.items():
             for row in members:
                 output = self._run(programs[bucket], inputs.single(rows[row], bucket, self._rules))
-                keep(row, output[0, : len(rows[row])] if output.ndim == 3 else output)
+                yield row, output[0, : len(rows[row])] if output.ndim == 3 else output
                 progress.advance()
 
-    def _packed(
-        self, batch: TokenBatch, width: int, keep: Callable[[int, FloatArray], None], progress: ProgressReporter
-    ) -> None:
+    def _packed(self, batch: TokenBatch, width: int, progress: ProgressReporter) -> Iterator[tuple[int, FloatArray]]:
+        """Run several rows a pass; yield each row's index with its states."""
         program = self._shapes.program(Key("packed", width))
         rows = list(batch.rows())
         for one in tight.plan(batch.lengths.tolist(), width=width, max_rows=tight.MAX_ROWS):
             output = self._run(program, inputs.packed([rows[row] for row in one.rows], width, self._rules))
             for row, (start, end) in zip(one.rows, one.spans, strict=True):
-                keep(row, output[0, start:end])
+                yield row, output[0, start:end]
             progress.advance()
 
     def _run(self, program: Program, feeds: Feeds) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from engines.bundle.preparation import TensorRecord as Tensor
 from engines.protocol.errors import EngineError, ErrorCode
@@ -11,10 +11,12 @@ from engines.protocol.errors import EngineError, ErrorCode
 if TYPE_CHECKING:
     from engines.ane.inputs import InputRules
 
-__all__ = ["FunctionSpec", "Key", "Kind", "Tensor", "check_signature", "expected"]
+__all__ = ["DTYPES", "FunctionSpec", "Key", "Kind", "Tensor", "check_signature", "expected"]
 
-HIDDEN = "last_hidden_state"
-SCORE = "score"
+HIDDEN: Final = "last_hidden_state"
+SCORE: Final = "score"
+DTYPES: Final = {131104: "int32", 65552: "float16", 65568: "float32"}
+"""What a package and Apple's MLMultiArrayDataType call a dtype."""
 Kind: TypeAlias = Literal["shape", "packed"]
 
 

@@ -34,7 +34,7 @@ CPU_ALLOWED: Final = frozenset(
     }.items()
     for operator in operators
 )
-"""What a Neural Engine function may keep on the CPU: the list of ``engines.ane.placement`` (a test compares)."""
+"""What a Neural Engine function may keep on the CPU: the list of ``engines.ane.compute_plan`` (a test compares)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from engines.ane.model import AneModel
 from engines.ane.signature import Key
 from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
+from engines.protocol.errors import EngineError
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import ProgressReporter, silent
@@ -74,6 +76,13 @@ def bundles(
         return built[name]
 
     return get
+
+
+def refusal(call: Callable[[], Any]) -> EngineError:
+    """Return what a call is refused with."""
+    with pytest.raises(EngineError) as refused:
+        call()
+    return refused.value
 
 
 def load_request(bundle: Bundle, **config: str) -> Load:

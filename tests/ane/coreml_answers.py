@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,38 +79,24 @@ class MilFunction:
         ]
 
 
-@dataclass
 class Array:
     """Memory of an MLMultiArray; a Neural Engine pads the last axis (200 to 224 elements)."""
 
-    shape: list[int]
-    dtype: np.dtype[Any]
-    pad: int = 0
-    memory: bytearray = field(init=False)
-    strides: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.strides = [1] * len(self.shape)
-        for axis in range(len(self.shape) - 2, -1, -1):
-            padded = self.shape[axis + 1] + (self.pad if axis == len(self.shape) - 2 else 0)
-            self.strides[axis] = self.strides[axis + 1] * padded
-        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        self.memory = bytearray(span * self.dtype.itemsize)
-
-    def dense(self) -> np.ndarray:
-        flat = np.frombuffer(self.memory, self.dtype)
-        return np.lib.stride_tricks.as_strided(flat, self.shape, [s * self.dtype.itemsize for s in self.strides])
+    def __init__(self, shape: list[int], dtype: np.dtype[Any], pad: int) -> None:
+        whole = np.zeros([*shape[:-1], shape[-1] + pad], dtype)
+        self.values = whole[..., : shape[-1]]
+        self.memory = whole.reshape(-1).view(np.uint8).data
 
 
 class Varlist:
     """What the bridge makes of a ``void *`` result; ``as_buffer`` of void counts bytes."""
 
-    def __init__(self, framework: Framework, memory: bytearray) -> None:
+    def __init__(self, framework: Framework, memory: memoryview) -> None:
         self._framework, self._memory = framework, memory
 
     def as_buffer(self, count: int) -> memoryview:
         self._framework.buffers += 1
-        return memoryview(self._memory)[:count]
+        return self._memory[:count]
 
 
 def _cost(op: Op) -> float:
@@ -187,10 +173,10 @@ class Answers:
         values = provider._state["values"]
         feeds = {name: value._state["multiArrayValue"]._state["array"] for name, value in values.items()}
         for name, one in loaded.spec.inputs.items():
-            if name not in feeds or tuple(feeds[name].shape) != one.shape or feeds[name].dtype.name != one.dtype:
+            if name not in feeds or feeds[name].values.shape != one.shape or feeds[name].values.dtype != one.dtype:
                 return self.error(f"feature {name} is not what the model takes")
         self._framework.predicted(model._state["units"])
-        results = loaded.run({name: array.dense().copy() for name, array in feeds.items()})
+        results = loaded.run({name: array.values.copy() for name, array in feeds.items()})
         outputs = {name: self._output(value) for name, value in results.items()}
         return self._make("MLDictionaryFeatureProvider", values=outputs), None
 
@@ -198,13 +184,14 @@ class Answers:
 
     def _output(self, value: np.ndarray) -> Any:
         made = self._array(list(value.shape), value.dtype, self._framework.pad if value.ndim > 1 else 0)
-        made._state["array"].dense()[...] = value
+        made._state["array"].values[...] = value
         return self._value(made)
 
     def _array(self, shape: list[int], dtype: np.dtype[Any], pad: int = 0) -> Any:
         code = next(code for code, known in DTYPES.items() if known == dtype)
         made = Array(shape, dtype, pad)
-        return self._make("MLMultiArray", array=made, shape=made.shape, strides=made.strides, dataType=code)
+        strides = [step // dtype.itemsize for step in made.values.strides]
+        return self._make("MLMultiArray", array=made, shape=shape, strides=strides, dataType=code)
 
     def _allocate(self, made: Any, shape: list[int], kind: int) -> tuple[Any, Any]:
         made._state.update(self._array([int(n) for n in shape], DTYPES[kind])._state)

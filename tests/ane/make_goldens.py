@@ -15,6 +15,8 @@ import numpy as np
 GOLDENS = Path(__file__).with_name("goldens.npz")
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 63, 64)
 RERANKERS = ("cross", "modernbert-rerank", "modernbert-rerank-cls")
+HOW = {"modernbert": "cls", "qwen3": "last", "qwen2": "last"}
+"""The pooling of each embedder, ``mean`` for the others."""
 SEP = 3
 
 
@@ -46,7 +48,6 @@ def main() -> None:
             folder = write(Path(scratch), **options)
             kind = AutoModelForSequenceClassification if name in RERANKERS else AutoModel
             model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            how = {"modernbert": "cls", "qwen3": "last", "qwen2": "last"}.get(name, "mean")
             answers = []
             for row in rows(name):
                 extra = {}
@@ -63,7 +64,7 @@ def main() -> None:
                 if name in RERANKERS:
                     answers.append(result.logits[0].numpy())
                 else:
-                    answers.append(pooled(result.last_hidden_state[0].numpy(), how))
+                    answers.append(pooled(result.last_hidden_state[0].numpy(), HOW.get(name, "mean")))
             out[name] = np.stack(answers).astype(np.float32)
     np.savez(GOLDENS, **{name: out[name] for name in sorted(out)})
 

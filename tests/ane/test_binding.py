@@ -23,8 +23,9 @@ from engines.ane import compute_plan, coreml
 from engines.ane.backend import Source
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import CoreML
-from engines.ane.signature import FunctionSpec, Tensor
-from engines.protocol.errors import EngineError, ErrorCode
+from engines.ane.signature import DTYPES, FunctionSpec, Tensor
+from engines.protocol.errors import ErrorCode
+from tests.ane.conftest import refusal
 from tests.ane.coreml_answers import FACTS, Op
 from tests.ane.coreml_standin import FLOOR, Framework
 from tests.support.worker_client import ROOT
@@ -70,12 +71,6 @@ def feeds(first: int = 5) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": np.ones((1, 4), np.int32)}
 
 
-def refusal(call: Callable[[], Any]) -> EngineError:
-    with pytest.raises(EngineError) as refused:
-        call()
-    return refused.value
-
-
 def test_pyobjc_is_pinned_to_one_release() -> None:
     """Its parts demand each other with ``>=``: pinning one alone brings a pair that was never tried together."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ane"]
@@ -86,12 +81,10 @@ def test_pyobjc_is_pinned_to_one_release() -> None:
 
 def test_the_binding_s_numbers_are_the_headers() -> None:
     enums = FACTS["enums"]
-    assert {
-        "cpu_only": enums["MLComputeUnitsCPUOnly"],
-        "cpu_and_ne": enums["MLComputeUnitsCPUAndNeuralEngine"],
-    } == binding_module.UNITS
+    units = enums["MLComputeUnitsCPUOnly"], enums["MLComputeUnitsCPUAndNeuralEngine"]
+    assert dict(zip(("cpu_only", "cpu_and_ne"), units, strict=True)) == binding_module.UNITS
     assert enums["MLReshapeFrequencyHintInfrequent"] == binding_module.INFREQUENT
-    for kind, dtype in binding_module.DTYPES.items():
+    for kind, dtype in DTYPES.items():
         assert kind == enums[f"MLMultiArrayDataType{dtype.capitalize()}"]
 
 
@@ -117,7 +110,6 @@ def test_a_single_function_package_asks_nothing_that_the_floor_lacks(os: tuple[i
 
 def test_several_functions_a_package_need_macos_15(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CoreML()
-    monkeypatch.setattr(backend, "require", lambda: None)
     monkeypatch.setattr("engines.ane.coreml.mac_version", lambda: "14.7.1")
     refused = refusal(lambda: backend.open(Source(BUNDLE, "s16", True), units="cpu_and_ne"))
     assert refused.code is ErrorCode.MODEL_UNSUPPORTED and "--target macos14" in refused.msg
@@ -127,7 +119,6 @@ def test_several_functions_a_package_need_macos_15(framework: Framework, monkeyp
 def test_bindings_that_cannot_be_imported_are_missing(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of different releases lie there, are found, and fail to load."""
     backend = CoreML()
-    monkeypatch.setattr(backend, "require", lambda: None)
     monkeypatch.setattr("engines.ane.coreml.floor", lambda: "ok")
     assert coreml.probe().code == "ok"
     monkeypatch.setitem(sys.modules, "CoreML", None)
@@ -196,11 +187,7 @@ def test_a_compiled_package_lies_where_the_framework_says(framework: Framework, 
 @pytest.mark.parametrize(
     ("message", "answer", "part"),
     [
-        (
-            POINTER,
-            lambda made: types.SimpleNamespace(as_buffer=lambda count: memoryview(bytearray(count // 2))),
-            "bytes of 16",
-        ),
+        (POINTER, lambda made: types.SimpleNamespace(as_buffer=lambda n: memoryview(bytearray(n // 2))), "bytes of 16"),
         (BYTES, lambda made, handler: None, "0 bytes"),
         (BYTES, lambda made, handler: handler(b"12", 2), "2 bytes"),
         ("-[MLMultiArray dataType]", lambda made: 65600, "65600"),
@@ -229,10 +216,9 @@ def test_a_bug_of_ours_is_not_taken_for_the_bridge_s(framework: Framework) -> No
 
 def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework) -> None:
     one = handle()
-    plan = one.plan()
+    function = one.plan()
     one.close()
-    assert plan is not None and list(plan.functions) == ["s16"]
-    function = plan.functions["s16"]
+    assert function is not None
     assert function.inputs == ("input_ids", "attention_mask") and function.outputs == ("last_hidden_state",)
     walked = [(op.operator, op.preferred, op.inputs, op.outputs) for op in function.walk()]
     assert walked == [
@@ -241,7 +227,39 @@ def test_a_plan_is_the_loaded_function_s_with_where_and_why(framework: Framework
         ("ios17.conv", Device.ANE, ("rows",), ("last_hidden_state",)),
         ("ios17.mul", Device.ANE, ("rows",), ("inner",)),
     ]
-    assert compute_plan.share(plan, "s16") == 2 / 3 and compute_plan.cpu_stages(plan, "s16") == ["token_embedding"]
+    assert compute_plan.share(function) == 2 / 3 and compute_plan.cpu_stages(function) == ["token_embedding"]
+
+
+@pytest.mark.parametrize(
+    ("functions", "multi", "chosen"),
+    [
+        ({"other": 1, "main": 2, "s16": 3}, True, "s16"),
+        ({"other": 1, "main": 2, "s16": 3}, False, "main"),
+        ({"a": 2, "b": 1}, False, "b"),
+        ({"main": 1}, True, None),
+        ({}, False, None),
+        (None, False, None),
+    ],
+    ids=["by name", "main", "fewest inputs", "not there", "no function", "no program"],
+)
+def test_a_plan_is_judged_by_one_function(
+    functions: dict[str, int] | None, multi: bool, chosen: str | None, framework: Framework
+) -> None:
+    """*functions*: how many inputs each has; its one output is called as it is."""
+
+    def made(name: str, count: int) -> Any:
+        block = framework.make("MLModelStructureProgramBlock", operations=[], outputNames=[name])
+        one = framework.make("MLModelStructureProgramNamedValueType", name="x")
+        return framework.make("MLModelStructureProgramFunction", inputs=[one] * count, block=block)
+
+    program = None
+    if functions is not None:
+        found = {name: made(name, count) for name, count in functions.items()}
+        program = framework.make("MLModelStructureProgram", functions=found)
+    structure = framework.make("MLModelStructure", program=program)
+    framework.answers.table["-[MLComputePlan modelStructure]"] = lambda plan: structure
+    function = handle(multi).plan()
+    assert (None if function is None else function.outputs) == (None if chosen is None else (chosen,))
 
 
 @pytest.mark.parametrize("text", ["no plan on this system", None], ids=["an error", "never"])
@@ -293,8 +311,5 @@ def test_the_stand_in_refuses_a_message_outside_a_pool(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="off a Mac")
-def test_open_off_a_mac_is_backend_missing() -> None:
-    backend = CoreML()
-    refused = refusal(lambda: backend.open(Source(Path("/x"), "s", True), units="cpu_and_ne"))
-    assert refused.code is ErrorCode.BACKEND_MISSING
-    assert backend.os_build() == "none" and backend.runtime == "coreml-macos-none"
+def test_off_a_mac_the_backend_is_missing() -> None:
+    assert refusal(CoreML().require).code is ErrorCode.BACKEND_MISSING and CoreML().runtime == "coreml-macos-none"

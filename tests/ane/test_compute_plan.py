@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from engines.ane import compute_plan
 from engines.ane.build.plan import counted
-from engines.ane.compute_plan import Device, Function, Operation, PlanView
+from engines.ane.compute_plan import Device, Function, Operation
 from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError, ErrorCode
 from synapse_host.certificates import document as documents
@@ -31,75 +32,64 @@ def ops(**counts: int) -> tuple[Operation, ...]:
     return tuple(Operation(names[kind][0], names[kind][1]) for kind, count in counts.items() for _ in range(count))
 
 
-def plan(**functions: tuple[Operation, ...]) -> PlanView:
-    return PlanView("program", {name: Function(("input_ids",), body) for name, body in functions.items()})
+def plan(*operations: Operation, outputs: tuple[str, ...] = ()) -> Function:
+    return Function(("input_ids", "attention_mask"), operations, outputs)
 
 
 NESTED = Operation("ios17.while_loop", CPU, blocks=(ops(ane=2), (Operation("ios17.cond", ANE, blocks=(ops(cpu=1),)),)))
-SEVERAL = plan(other=ops(cpu=1), main=ops(ane=1, cpu=1), s128=ops(ane=3, cpu=1))
-FEWEST = PlanView("program", {"a": Function(("x", "y"), ops(cpu=1)), "b": Function(("x",), ops(ane=1))})
 
 
 @pytest.mark.parametrize(
-    ("view", "name", "share"),
+    ("view", "share"),
     [
         # ane.md 1.3: 846 on the ANE, 5 on the CPU, 1,042 constants without usage.
-        (plan(main=ops(unknown=1042, ane=846, cpu=5)), None, 0.9941245593419507),
-        (plan(main=ops(gpu=75_093, unknown=10)), None, 0.0),
-        (plan(main=(NESTED,)), None, 3 / 5),
-        (SEVERAL, None, 0.5),
-        (SEVERAL, "s128", 0.75),
-        (SEVERAL, "no such function", 0.5),
-        (FEWEST, None, 1.0),
-        (plan(main=(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN))), None, 0.75),
+        (plan(*ops(unknown=1042, ane=846, cpu=5)), 0.9941245593419507),
+        (plan(*ops(gpu=75_093, unknown=10)), 0.0),
+        (plan(NESTED), 3 / 5),
+        (plan(*ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN)), 0.75),
         # Constants are not left out by name: if a plan reports a device for one, upstream's formula counts it.
-        (plan(main=(Operation("const", CPU), Operation("ios17.conv", ANE))), None, 0.5),
-        (None, None, None),
-        (plan(main=()), None, None),
-        (plan(main=ops(unknown=40)), None, None),
-        (plan(main=(Operation("ios17.conv", UNKNOWN),)), None, None),
-        (PlanView("program", {}), None, None),
-        (PlanView("other"), None, None),
+        (plan(Operation("const", CPU), Operation("ios17.conv", ANE)), 0.5),
+        (None, None),
+        (plan(), None),
+        (plan(*ops(unknown=40)), None),
+        (plan(Operation("ios17.conv", UNKNOWN)), None),
     ],
 )
-def test_the_share_is_upstream_s_and_absent_where_it_cannot_be_told(
-    view: PlanView | None, name: str | None, share: float | None
-) -> None:
-    assert compute_plan.share(view, name) == share
+def test_the_share_is_upstream_s_and_absent_where_it_cannot_be_told(view: Function | None, share: float | None) -> None:
+    assert compute_plan.share(view) == share
 
 
-def function_of(*body: Operation) -> documents.Function:
+def certified(*body: Operation) -> documents.Function:
     """What certification's gates get to see of a plan."""
-    told = {"name": "main", "kind": "bucket", "tokens": 128, **counted(plan(main=body))}
+    told = {"name": "main", "kind": "bucket", "tokens": 128, **counted(plan(*body))}
     return msgspec.convert(told, documents.Function)
 
 
-def test_the_share_is_unweighted_and_the_cost_share_is_not() -> None:
-    body = (Operation("ios17.cast", ANE, 0.01), Operation("ios17.conv", ANE, 0.09), Operation("ios17.matmul", CPU, 0.9))
-    function = function_of(*body)
-    assert figures.share_of(function) == compute_plan.share(plan(main=body)) == 2 / 3
-    assert figures.cost_share_of(function) == pytest.approx(0.1)
-
-
-def test_constants_and_unknowns_are_counted_apart() -> None:
-    body = (Operation("const", UNKNOWN), *ops(ane=3, cpu=1), Operation("ios17.matmul", UNKNOWN))
-    function = function_of(*body)
-    counts = list(function.operations.values())
-    assert {"const": 1} in counts and {"unknown": 1} in counts
-    assert figures.share_of(function) is None, "one of five operations has no usage"
-    assert figures.cost_share_of(function) is None, "no costs, no cost share"
-    assert function == function_of(*body) and len(function.ops_sha256) == 64
-
-
-def test_two_percent_without_usage_are_still_reported() -> None:
-    silent = (Operation("ios17.conv", UNKNOWN),) * 2
-    assert figures.share_of(function_of(*ops(ane=98), *silent)) == 1.0
-    assert figures.share_of(function_of(*ops(ane=97), *silent)) is None
+SILENT = Operation("ios17.matmul", UNKNOWN)
+DEAR = (Operation("ios17.cast", ANE, 0.01), Operation("ios17.conv", ANE, 0.09), Operation("ios17.matmul", CPU, 0.9))
 
 
 @pytest.mark.parametrize(
-    ("shares", "wire"),
-    [([0.99, 0.95], 0.95), ([0.99], 0.99), ([], None), ([0.99, None], None), ([None], None), ([0.0, 1.0], 0.0)],
+    ("body", "share", "cost_share"),
+    [
+        (DEAR, 2 / 3, pytest.approx(0.1)),
+        ((Operation("const", UNKNOWN), *ops(ane=3, cpu=1), SILENT), None, None),
+        ((*ops(ane=98), SILENT, SILENT), 1.0, None),
+        ((*ops(ane=97), SILENT, SILENT), None, None),
+    ],
+    ids=["the share is unweighted", "one of five has no usage", "two percent are still reported", "more are not"],
+)
+def test_what_certification_makes_of_the_counts(body: Any, share: float | None, cost_share: Any) -> None:
+    function = certified(*body)
+    assert (figures.share_of(function), figures.cost_share_of(function)) == (share, cost_share)
+    counts = list(function.operations.values())
+    if body[0].operator == "const":
+        assert {"const": 1} in counts and {"unknown": 1} in counts, "constants and unknowns are counted apart"
+    assert function == certified(*body) and len(function.ops_sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("shares", "wire"), [([0.99, 0.95], 0.95), ([], None), ([0.99, None], None), ([None], None), ([0.0, 1.0], 0.0)]
 )
 def test_the_wire_value_is_the_minimum_and_fails_closed(shares: list[float | None], wire: float | None) -> None:
     assert compute_plan.worst(shares) == wire
@@ -108,21 +98,17 @@ def test_the_wire_value_is_the_minimum_and_fails_closed(shares: list[float | Non
 # --- CPU operations --------------------------------------------------------------------------------------------------
 
 
-def traced(*steps: tuple[str, str, str], cpu: str = "", outputs: tuple[str, ...] = ("out",)) -> PlanView:
+def traced(*steps: tuple[str, str, str], cpu: str = "") -> Function:
     """A function of (operator, values read, value made); the operations named in *cpu* (by value made) are there."""
     operations = tuple(
         Operation(f"ios17.{operator}", CPU if made in cpu.split() else ANE, outputs=(made,), inputs=tuple(read.split()))
         for operator, read, made in steps
     )
     table = Operation("const", UNKNOWN, outputs=("table", "one"))
-    return plan_of((table, *operations), outputs)
+    return plan(table, *operations, outputs=("out",))
 
 
-def plan_of(operations: tuple[Operation, ...], outputs: tuple[str, ...] = ("out",)) -> PlanView:
-    return PlanView("program", {"main": Function(("input_ids", "attention_mask"), operations, outputs)})
-
-
-def refused(view: PlanView) -> str:
+def refused(view: Function) -> str:
     with pytest.raises(EngineError) as found:
         compute_plan.cpu_stages(view)
     assert found.value.code is ErrorCode.INVALID_PLACEMENT
@@ -182,22 +168,22 @@ MATMUL = Operation("ios17.cond", ANE, blocks=((Operation("ios17.matmul", CPU),),
     ("view", "named"),
     [
         (traced(("conv", "input_ids", "x"), ("squeeze", "x", "out"), ("softmax", "out", "y"), cpu="out"), "(out)"),
-        (plan_of((LOOSE,)), "cast"),
-        (plan_of((Operation("ios17.cast", CPU, inputs=("somewhere",)),)), "cast"),
+        (plan(LOOSE, outputs=("out",)), "cast"),
+        (plan(Operation("ios17.cast", CPU, inputs=("somewhere",))), "cast"),
         (traced(("mul", "one", "x"), cpu="x"), "(x)"),
-        (plan(main=ops(ane=3, gpu=1)), "GPU"),
-        (plan(main=(MATMUL,)), "matmul"),
+        (plan(*ops(ane=3, gpu=1)), "GPU"),
+        (plan(MATMUL), "matmul"),
     ],
     ids=["read by the body as well", "untraced", "from nowhere", "from constants", "on the GPU", "in a nested block"],
 )
-def test_what_is_not_traced_to_set_up_or_read_out_is_the_model_s_work(view: PlanView, named: str) -> None:
+def test_what_is_not_traced_to_set_up_or_read_out_is_the_model_s_work(view: Function, named: str) -> None:
     assert named in refused(view)
 
 
 def test_many_small_operations_are_too_many() -> None:
     mask = Operation("ios17.cast", CPU, inputs=("attention_mask",))
-    assert compute_plan.cpu_stages(plan_of((mask,) * compute_plan.STAGE_LIMIT)) == ["mask_position"]
-    assert "at most" in refused(plan_of((mask,) * (compute_plan.STAGE_LIMIT + 1)))
+    assert compute_plan.cpu_stages(plan(*[mask] * compute_plan.STAGE_LIMIT)) == ["mask_position"]
+    assert "at most" in refused(plan(*[mask] * (compute_plan.STAGE_LIMIT + 1)))
 
 
 def test_the_plan_tool_counts_what_may_stay_with_its_stage() -> None:
@@ -237,30 +223,17 @@ def test_of_our_own_graphs_only_mask_and_look_up_may_leave_the_engine(
 
 
 def test_an_inventory_covers_each_layer_once_and_its_id_names_everything_that_selects_the_program() -> None:
-    def make(**changes: Any) -> Any:
-        fields: dict[str, Any] = {
-            "bundle": "b", "function": "s128", "units": "cpu_and_ne", "hints": "h", "os_build": "24A1",
-            "version": "v", "layers": 3, "stages": ["pooling"],
-        }  # fmt: skip
-        return compute_plan.inventory(**{**fields, **changes})
-
-    first = make()
+    parts = dict.fromkeys(("bundle", "function", "units", "hints", "os_build", "version"), "said")
+    make = functools.partial(compute_plan.inventory, layers=3, stages=["pooling"])
+    first = make(**parts)
     assert [one.layers for one in first.executables] == [[0, 1, 2]] and first.cpu_stages == ["pooling"]
-    ids = {
-        make(**{key: "other"}).executables[0].id
-        for key in ("bundle", "function", "units", "hints", "os_build", "version")
-    }
+    ids = {make(**{**parts, key: "other"}).executables[0].id for key in parts}
     assert len(ids | {first.executables[0].id}) == 7
-    assert make() == first
-
-
-def device(kind: str) -> object:
-    return type(f"ML{kind}ComputeDevice", (), {})()
+    assert make(**parts) == first
 
 
 @pytest.mark.parametrize(
     ("kind", "label"), [("CPU", CPU), ("GPU", GPU), ("NeuralEngine", ANE), ("SomethingNew", UNKNOWN)]
 )
 def test_labels(kind: str, label: Device) -> None:
-    assert compute_plan.device_of(device(kind)) is label
-    assert compute_plan.device_of(None) is UNKNOWN
+    assert compute_plan.device_of(type(f"ML{kind}ComputeDevice", (), {})()) is label

@@ -48,16 +48,12 @@ def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Framework]:
     patch.setattr("engines.ane.coreml.floor", lambda: "ok")
     for module in ("engines.ane.coreml", "tests.hardware.test_mac_cpu"):
         patch.setattr(f"{module}.mac_version", lambda: "{}.{}".format(*made.os))
-    patch.setattr("engines.ane.coreml.os_build", lambda: "25F1")
+    patch.setattr("engines.ane.coreml.CoreML.os_build", lambda self: "25F1")
     patch.setattr(preparation, "default_cache", lambda: cache)
     # What a busy machine may miss, and what a few predictions can't show, is not rehearsed.
-    for key, value in {"PREDICTIONS": 3, "READMISSIONS": 2, "GIL_GAP_S": 600.0}.items():
-        patch.setattr(hardware, key, value)
-    patch.setattr(test_mac_cpu, "PREDICTIONS", 3)
-    patch.setattr(test_mac_cpu, "MAX_GAP_S", 600.0)
-    for module in (hardware, test_mac_cpu):
-        patch.setattr(module, "gil", functools.partial(coreml_calls.gil, predictions=2))
-        patch.setattr(module, "grown_mib", functools.partial(coreml_calls.grown_mib, warm_up=1))
+    for key, value in {"PREDICTIONS": 3, "WARM_UP": 1, "GIL_PREDICTIONS": 2, "GIL_GAP_S": 600.0}.items():
+        patch.setattr(coreml_calls, key, value)
+    patch.setattr(hardware, "READMISSIONS", 2)
     yield made
     patch.undo()
     assert made.faults == [] and made.pools == 0
@@ -103,7 +99,7 @@ def subjects(
         bundle = write_bundle(
             checkpoints("bert" if task == "embed" else "cross"), tmp_path_factory.mktemp("hw") / "b", keys
         )
-        return hardware.prepared(task, bundle, record)
+        return hardware.prepared(bundle, record)
 
     return get
 
@@ -185,7 +181,7 @@ def toy(
 
 @pytest.fixture
 def toy_model(toy: test_mac_cpu.Subject) -> Iterator[AneModel]:
-    model = test_mac_cpu.load(toy)
+    model = toy.load(compute_units="cpu_only")
     yield model
     model.close()
 

@@ -18,30 +18,20 @@ from engines.ane.model import AneModel
 from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.protocol.messages import Pooling
-from engines.runtime.batch import TokenBatch
 from engines.runtime.progress import silent
-from tests.ane.make_goldens import GOLDENS, rows
+from tests.ane.make_goldens import GOLDENS, HOW, RERANKERS, rows
+from tests.ane.recipes import RECIPES
 from tests.support import mil_reference, toy_models
 from tests.support.ane_bundle import shape, write_bundle
+from tests.support.rows import batch_of, cosines
 
 LoadModel = Callable[..., AneModel]
 Bundles = Callable[[str], Bundle]
 
 pytestmark = pytest.mark.numerics
 
-POOLING = {"bert": Pooling.MEAN, "modernbert": Pooling.CLS, "qwen3": Pooling.LAST}
-POOLING |= {"qwen2": Pooling.LAST, "mpnet": Pooling.MEAN, "nomic_bert": Pooling.MEAN}
+POOLING = {name: Pooling(HOW.get(name, "mean")) for name in RECIPES if name not in RERANKERS}
 EMBEDDERS = list(POOLING)
-RERANKERS = ["cross", "modernbert-rerank", "modernbert-rerank-cls"]
-
-
-def batch(found: list[np.ndarray]) -> TokenBatch:
-    return TokenBatch(np.concatenate(found).astype(np.int32), np.cumsum([0, *map(len, found)]).astype(np.int32))
-
-
-def cosines(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    got, expected = got.astype(np.float64), expected.astype(np.float64)
-    return (got * expected).sum(1) / np.linalg.norm(got, axis=1) / np.linalg.norm(expected, axis=1)
 
 
 def admit_all(model: AneModel, widths: tuple[int, ...] = ()) -> None:
@@ -52,7 +42,7 @@ def admit_all(model: AneModel, widths: tuple[int, ...] = ()) -> None:
 
 
 def embed(model: AneModel, found: list[np.ndarray], pooling: Pooling, width: int | None = None) -> np.ndarray:
-    return model.embed(batch(found), pooling=pooling, normalize=True, packed_width=width, progress=silent())
+    return model.embed(batch_of(found), pooling=pooling, normalize=True, packed_width=width, progress=silent())
 
 
 @pytest.mark.parametrize("name", [*EMBEDDERS, "bert:macos14", "qwen3:macos14"])
@@ -69,7 +59,7 @@ def test_vectors_against_transformers(name: str, load: LoadModel) -> None:
 def test_logits_against_transformers(name: str, load: LoadModel) -> None:
     model, recipe = load(name), name.partition(":")[0]
     admit_all(model)
-    got = model.rerank_sequences(batch(rows(recipe)), progress=silent())
+    got = model.rerank_sequences(batch_of(rows(recipe)), progress=silent())
     expected = np.load(GOLDENS)[recipe][:, 0]
     assert np.abs(got - expected).max() <= 0.05
     assert np.ptp(expected) > 1, "the golden rows tell candidates apart"

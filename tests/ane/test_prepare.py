@@ -21,6 +21,7 @@ from engines.protocol.errors import EngineError, ErrorCode
 from engines.protocol.messages import Load
 from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
+from tests.ane.conftest import refusal
 from tests.support.ane_bundle import compiler
 from tests.support.ane_worker import ReferenceEngine
 from tests.support.mil_reference import ReferenceBackend, ReferenceProgram
@@ -48,20 +49,12 @@ def prepare(bundle: Bundle, cache: Path, backend: CompiledBackend | None = None)
 
 
 def load_prepared(bundle: Bundle, cache: Path, backend: CompiledBackend, **config: str) -> None:
+    """Load from where the preparer puts it, whatever its record says."""
     (artifact,) = bundle.artifacts("coreml")
-    path, record = preparation.find(cache, artifact.digest)
-    load_from(bundle, path, record.compiled_digest, backend, **config)
-
-
-def load_from(bundle: Bundle, path: Path, digest: str, backend: CompiledBackend, **config: str) -> None:
+    path = preparation.folder(cache, artifact.digest) / "compiled"
+    request = Load("x", str(path), tree_digest(path).compatible, "mlmodelc", config)
     engine = ReferenceEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json")), backend)
-    engine.load(Load("x", str(path), digest, "mlmodelc", config), progress=silent()).close()
-
-
-def refusal(call: Callable[[], object]) -> ErrorCode:
-    with pytest.raises(EngineError) as refused:
-        call()
-    return refused.value.code
+    engine.load(request, progress=silent()).close()
 
 
 @pytest.mark.parametrize("name", ["bert", "bert:macos14"])
@@ -95,8 +88,7 @@ def test_a_compiler_that_fails_leaves_no_staging(bundles: Bundles, tmp_path: Pat
     def failing(package: Path) -> Path:
         raise EngineError(ErrorCode.ARTIFACT_INVALID, "compiling failed")
 
-    with pytest.raises(EngineError):
-        tool.prepare(bundles("bert").root, tmp_path, backend=CompiledBackend(), compiler=failing)
+    refusal(lambda: tool.prepare(bundles("bert").root, tmp_path, backend=CompiledBackend(), compiler=failing))
     assert not list(tmp_path.rglob(".*.tmp")) and not list(tmp_path.rglob("compiled"))
 
 
@@ -106,7 +98,7 @@ def test_an_os_update_makes_the_record_void_and_preparing_again_compiles_nothing
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
     backend.build = "24B1"
-    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)) is ErrorCode.SPECIALIZATION_MISSING
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is ErrorCode.SPECIALIZATION_MISSING
     load_prepared(bundle, tmp_path, backend, prepare="allow_cold")
 
     def never(package: Path) -> Path:
@@ -125,10 +117,9 @@ def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path
                 raise EngineError(ErrorCode.OOM, "killed")
             return super().open(source, units=units)
 
-    with pytest.raises(EngineError):
-        prepare(bundle, tmp_path, Dies())
+    refusal(lambda: prepare(bundle, tmp_path, Dies()))
     backend = CompiledBackend()
-    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)) is ErrorCode.SPECIALIZATION_MISSING
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is ErrorCode.SPECIALIZATION_MISSING
     prepare(bundle, tmp_path, backend)
     load_prepared(bundle, tmp_path, backend)
 
@@ -147,8 +138,7 @@ def test_an_interrupted_preparation_is_no_preparation(bundles: Bundles, tmp_path
 def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles, tmp_path: Path) -> None:
     bundle = bundles("bert")
     backend = prepare(bundle, tmp_path)
-    path, record = preparation.find(tmp_path, bundle.artifacts("coreml")[0].digest)
-    file = path.parent / "preparation.json"
+    file = preparation.folder(tmp_path, bundle.artifacts("coreml")[0].digest) / "preparation.json"
     document = json.loads(file.read_bytes())
     file.unlink()
     if damage is not None:
@@ -159,7 +149,7 @@ def test_a_bad_record_is_refused(damage: Any, code: ErrorCode, bundles: Bundles,
                 del functions[name]
         file.write_text(json.dumps({**document, **damage, "functions": functions}))
     backend.opened.clear()
-    assert refusal(lambda: load_from(bundle, path, record.compiled_digest, backend)) is code
+    assert refusal(lambda: load_prepared(bundle, tmp_path, backend)).code is code
     assert backend.opened == []
 
 

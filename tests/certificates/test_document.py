@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from engines.ane import compute_plan
+from engines.bundle import manifest
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import verdict
 from synapse_host.certificates.document import Evidence
@@ -21,6 +22,7 @@ from synapse_host.errors import InvalidRequest
 from synapse_host.placement.matrix import load
 from tests.support.certified import certified
 from tests.support.evidence import KINDS, embed_inputs, evidence
+from tests.support.small_bundle import write_bundle
 
 Change = Callable[[dict[str, Any]], object]
 MATRIX = load()
@@ -53,6 +55,19 @@ def test_a_written_document_fits_the_schema_and_rechecks(kind: str, tmp_path: Pa
 def test_an_honest_failure_rechecks_as_one(tmp_path: Path) -> None:
     found = edited(tmp_path, evidence(repeat_differs=1), lambda plain: None)
     assert (found.problems, found.certified) == ([], False)
+
+
+def test_model_and_reference_are_those_of_the_bundle(tmp_path: Path) -> None:
+    """A document is judged by the artifact that it names of the bundle, and by the reference that the bundle has."""
+    path, document = tmp_path / "e.json", evidence()
+    documents.write(path, document)
+    bundle = manifest.read(write_bundle(tmp_path / "toy", model_id="toy"))
+    first = bundle.manifest.artifacts[0]
+    mine = msgspec.structs.replace(first, digest=document.model.artifact_digest, dtype="q8_0", path="mine.gguf")
+    listed = msgspec.structs.replace(bundle.manifest, artifacts=[first, mine])
+    found = recheck(path, MATRIX, bundle=msgspec.structs.replace(bundle, manifest=listed)).evidence
+    assert found.model.dtype == "q8_0"
+    assert [gate.name for gate in found.gates if not gate.passed and "reference" in gate.name] == ["reference_stale"]
 
 
 # --- edits, each by its own word -------------------------------------------------------------------------------------

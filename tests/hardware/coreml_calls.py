@@ -1,4 +1,5 @@
-"""What the Core ML hardware runs measure of the binding's calls, whatever the compute units: the GIL and memory."""
+"""What the Core ML hardware runs share, whatever the compute units: a prepared bundle, and what the binding's calls
+cost: the GIL and memory."""
 
 from __future__ import annotations
 
@@ -6,18 +7,68 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from engines.ane.artifact import sources
 from engines.ane.backend import Source
 from engines.ane.binding import compile_package
 from engines.ane.coreml import CoreML
-from engines.runtime.batch import TokenBatch
+from engines.ane.engine import AneEngine
+from engines.ane.model import AneModel
+from engines.ane.signature import FunctionSpec
+from engines.bundle import preparation
+from engines.bundle.manifest import Artifact, Bundle
+from engines.protocol.messages import Load, Pooling
+from engines.runtime.engine import WorkerOptions
+from engines.runtime.progress import silent
+from synapse_host.residency import plan as rungs
+from tests.support.rows import batch_of
 
 TICK_S = 0.005
+PREDICTIONS, WARM_UP, GIL_PREDICTIONS = 10_000, 500, 200
+GIL_GAP_S, LEAK_MIB = 0.25, 64.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A bundle, where its Core ML artifact was prepared, and the record of that."""
+
+    bundle: Bundle
+    folder: Path
+    record: preparation.Preparation
+
+    @property
+    def artifact(self) -> Artifact:
+        return self.bundle.artifacts("coreml")[0]
+
+    @property
+    def names(self) -> dict[str, int]:
+        """The functions and their tokens, buckets first: packed ones exist for embedders only."""
+        found = [
+            (not one.bucket, one.bucket or one.packed_width or 0, one.name) for one in self.artifact.functions or ()
+        ]
+        return {name: tokens for _, tokens, name in sorted(found)}
+
+    def functions(self) -> dict[str, tuple[Source, FunctionSpec]]:
+        """Return where each compiled function lies, and its signature."""
+        return sources(self.folder, self.names, self.record)
+
+    def engine(self) -> AneEngine:
+        """Return an engine of this bundle, all its packed widths qualified."""
+        widths = rungs.packed_widths(self.artifact)
+        return AneEngine(WorkerOptions(device="ane", manifest=self.bundle.path("manifest.json"), packed=widths))
+
+    def load(self, **config: str) -> AneModel:
+        """Load the model; its smallest bucket is resident."""
+        request = Load("hw", str(self.folder), self.record.compiled_digest, "mlmodelc", config)
+        found = self.engine().load(request, progress=silent())
+        assert isinstance(found, AneModel)
+        return found
 
 
 def rows(lengths: list[int], vocab: int, seed: int = 1) -> list[np.ndarray]:
@@ -26,15 +77,11 @@ def rows(lengths: list[int], vocab: int, seed: int = 1) -> list[np.ndarray]:
     return [rng.integers(min(1000, vocab // 2), vocab, n).astype(np.int32) for n in lengths]
 
 
-def batch(found: list[np.ndarray]) -> TokenBatch:
-    """Return rows as a worker's loop hands them on."""
-    return TokenBatch(np.concatenate(found), np.cumsum([0, *map(len, found)]).astype(np.int32))
-
-
-def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cosine of each pair of rows, in float64."""
-    wide = a.astype(np.float64), b.astype(np.float64)
-    return (wide[0] * wide[1]).sum(-1) / np.linalg.norm(wide[0], axis=-1) / np.linalg.norm(wide[1], axis=-1)
+def run(model: AneModel, found: list[np.ndarray], width: int | None = None) -> np.ndarray:
+    """Return the vectors or the scores of some rows."""
+    if model.dims == 1:
+        return model.rerank_sequences(batch_of(found), progress=silent())
+    return model.embed(batch_of(found), pooling=Pooling.MEAN, normalize=True, packed_width=width, progress=silent())
 
 
 def watched(work: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -61,9 +108,7 @@ def watched(work: Callable[[], Any]) -> tuple[Any, float, float]:
     return result, took, worst[0]
 
 
-def gil(
-    backend: CoreML, package: Path, source: Source, feeds: Mapping[str, Any], *, units: str, predictions: int = 200
-) -> dict[str, tuple[float, float]]:
+def gil(package: Path, source: Source, feeds: Mapping[str, Any], *, units: str) -> dict[str, tuple[float, float]]:
     """Make every call of the binding once; return (seconds it took, longest silence of another thread) by name."""
     found: dict[str, tuple[float, float]] = {}
 
@@ -73,20 +118,20 @@ def gil(
 
     compiled = watch("compile", lambda: compile_package(package))
     shutil.rmtree(compiled, ignore_errors=True)
-    handle = watch("load", lambda: backend.open(source, units=units))
+    handle = watch("load", lambda: CoreML().open(source, units=units))
     watch("signature", handle.signature)
     watch("plan", handle.plan)
-    watch("predict", lambda: [handle.run(feeds) for _ in range(predictions)])
+    watch("predict", lambda: [handle.run(feeds) for _ in range(GIL_PREDICTIONS)])
     watch("close", handle.close)
     return found
 
 
-def grown_mib(run: Callable[[], Any], predictions: int, warm_up: int = 500) -> float:
-    """Return by how many MiB this process grows over so many runs, after a warm-up."""
-    for _ in range(warm_up):
-        run()
+def grown_mib(model: AneModel, found: list[np.ndarray]) -> float:
+    """Return by how many MiB this process grows over :data:`PREDICTIONS` of the same rows, after a warm-up."""
+    for _ in range(WARM_UP):
+        run(model, found)
     process = psutil.Process()
     before = process.memory_info().rss
-    for _ in range(predictions):
-        run()
+    for _ in range(PREDICTIONS):
+        run(model, found)
     return float(process.memory_info().rss - before) / 2**20

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +27,33 @@ import pytest
 
 from engines.ane import REVISION, inputs
 from engines.ane import compute_plan as placement
-from engines.ane.artifact import sources
 from engines.ane.backend import HINTS, Source
 from engines.ane.build.plan import counted
 from engines.ane.build.prepare import prepare
 from engines.ane.coreml import CoreML
-from engines.ane.engine import AneEngine
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
 from engines.bundle import preparation
-from engines.bundle.manifest import Artifact, Bundle, Function
+from engines.bundle.manifest import Bundle
 from engines.protocol.errors import EngineError
-from engines.protocol.messages import Load, Pooling
-from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
 from synapse_host.certificates import document as documents
 from synapse_host.certificates import metrics, verdict
 from synapse_host.certificates.document import Evidence
 from synapse_host.placement.matrix import load as load_matrix
 from synapse_host.residency import plan as rungs
+from tests.hardware import coreml_calls as calls
 from tests.hardware import lanes
-from tests.hardware.coreml_calls import batch, cosines, gil, grown_mib, rows
+from tests.hardware.coreml_calls import Prepared, rows, run
 from tests.hardware.record import Record
 from tests.support.evidence import evidence
 from tests.support.mil_reference import ReferenceBackend
+from tests.support.rows import cosines
 
 pytestmark = [pytest.mark.ane, pytest.mark.timeout(3600)]
 
 SOFTWARE = ("coremltools", "pyobjc-core", "pyobjc-framework-CoreML", "numpy", "synapse-workers")
-PREDICTIONS, READMISSIONS = 10_000, 20
-GIL_GAP_S, LEAK_MIB = 0.25, 64.0
+READMISSIONS = 20
 LIMITS = {
     task: verdict.thresholds(load_matrix(), load_matrix().engines["ane"], task=task, dtype="f16")
     for task in ("embed", "rerank")
@@ -86,18 +83,12 @@ def failed(document: Evidence, *names: str) -> dict[str, float | None]:
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Subject:
-    """One task's model: its bundle and where it was prepared."""
-
-    task: str
-    bundle: Bundle
-    folder: Path
-    record: preparation.Preparation
+class Subject(Prepared):
+    """One task's model, prepared at the stable path."""
 
     @property
-    def artifact(self) -> Artifact:
-        return self.bundle.artifacts("coreml")[0]
+    def task(self) -> str:
+        return self.bundle.manifest.task
 
     @property
     def package(self) -> Path:
@@ -107,20 +98,10 @@ class Subject:
     def ladder(self) -> tuple[int, ...]:
         return rungs.buckets(self.artifact)
 
-    @property
-    def names(self) -> dict[str, int]:
-        """The functions and their tokens, buckets first: packed ones exist for embedders only."""
-        functions = self.artifact.functions
-        assert isinstance(functions, list)
-        ordered = sorted(functions, key=lambda one: (one.bucket is msgspec.UNSET, tokens_of(one)))
-        return {one.name: tokens_of(one) for one in ordered}
-
     def width(self, name: str) -> int | None:
         """Return a packed function's width, None for a bucket."""
-        functions = self.artifact.functions
-        assert isinstance(functions, list)
-        found = next(one for one in functions if one.name == name)
-        return None if found.packed_width is msgspec.UNSET else found.packed_width
+        found = next(one for one in self.artifact.functions or () if one.name == name)
+        return found.packed_width or None
 
     def bucket(self, tokens: int) -> str:
         """Return the name of the bucket of this size."""
@@ -131,13 +112,8 @@ class Subject:
         """What rows must look like, from the manifest; a reranker's separator starts the second text."""
         described, pairs = self.bundle.manifest, self.task == "rerank"
         assert isinstance(described.config, dict)
-        special = described.special_ids
-        sep = special["sep"] if pairs and isinstance(special, dict) else None
+        sep = (described.special_ids or {})["sep"] if pairs else None
         return InputRules(vocab=described.config["vocab_size"], token_types=pairs, sep_id=sep)
-
-    def functions(self) -> dict[str, Any]:
-        """Return where each compiled function lies, and its signature."""
-        return sources(self.folder, self.names, self.record)
 
     def rows(self, lengths: list[int], seed: int = 1) -> list[np.ndarray]:
         """Return random rows; a reranker's hold a separator."""
@@ -152,10 +128,6 @@ class Subject:
         tokens, packed = self.names[name], self.width(name) is not None
         below = 0 if packed else max((n for n in self.ladder if n < tokens), default=0)
         return [n for n in (1, 2, tokens // 2, tokens - 1, tokens) if below < n <= self.ladder[-1]]
-
-
-def tokens_of(one: Function) -> int:
-    return one.bucket if one.bucket is not msgspec.UNSET else one.packed_width  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -174,50 +146,33 @@ def outcome(record: Record, request: pytest.FixtureRequest) -> Iterator[None]:
     record.write()
 
 
-def prepared(task: str, bundle: Bundle, record: Record) -> Subject:
+def prepared(bundle: Bundle, record: Record) -> Subject:
     """Compile to the stable path and pay the cold first loads; times and digests go into the record."""
     (artifact,) = bundle.artifacts("coreml")
     started = time.monotonic()
     result = prepare(bundle.root)
+    found = Subject(bundle, *preparation.find(preparation.default_cache(), artifact.digest))
     record.note(
-        f"prepare {task}",
+        f"prepare {found.task}",
         prepare_s=round(time.monotonic() - started, 2),
         cold_ms=result["prepared"][0]["first_load_ms"],
         manifest_digest=bundle.digest,
         artifact={"digest": artifact.digest, "tree": artifact.tree, "bytes": artifact.bytes},
-        kernel_revision=engine(bundle).identity().kernel_revision,
+        kernel_revision=found.engine().identity().kernel_revision,
     )
-    return Subject(task, bundle, *preparation.find(preparation.default_cache(), artifact.digest))
+    return found
 
 
 @pytest.fixture(scope="module", params=["embed", "rerank"])
 def subject(request: pytest.FixtureRequest, record: Record) -> Subject:
     """The installed MiniLM, or the MS MARCO cross-encoder, with its Core ML package."""
-    return prepared(request.param, lanes.installed(request.param, format="coreml"), record)
-
-
-def engine(bundle: Bundle) -> AneEngine:
-    widths = rungs.packed_widths(bundle.artifacts("coreml")[0])
-    return AneEngine(WorkerOptions(device="ane", manifest=bundle.path("manifest.json"), packed=widths))
-
-
-def load(subject: Subject, **config: str) -> AneModel:
-    request = Load(
-        req_id="hw",
-        artifact_path=str(subject.folder),
-        artifact_digest=subject.record.compiled_digest,
-        format="mlmodelc",
-        runtime_config=config,
-    )
-    found = engine(subject.bundle).load(request, progress=silent())
-    assert isinstance(found, AneModel)
-    return found
+    return prepared(lanes.installed(request.param, format="coreml"), record)
 
 
 def loaded(subject: Subject, record: Record) -> Iterator[AneModel]:
     """The model that a task's tests share, its smallest bucket resident; placement is judged in tests of its own."""
     started = time.monotonic()
-    found = load(subject, placement="off")
+    found = subject.load(placement="off")
     record.note(f"load {subject.task}", warm_load_ms=round((time.monotonic() - started) * 1000, 1))
     yield found
     found.close()
@@ -228,35 +183,21 @@ def model(subject: Subject, record: Record) -> Iterator[AneModel]:
     yield from loaded(subject, record)
 
 
-class Resident:
-    """Admit one function for a block; the smallest bucket always stays. ``admit_ms``: what that took."""
-
-    def __init__(self, model: AneModel, subject: Subject, name: str) -> None:
-        self._model, self._subject, self._name = model, subject, name
-        self.admit_ms = 0.0
-
-    def __enter__(self) -> Resident:
-        width, started = self._subject.width(self._name), time.perf_counter()
+@contextmanager
+def resident(model: AneModel, subject: Subject, name: str) -> Iterator[float]:
+    """Admit one function for a block, which gets the milliseconds that took; the smallest bucket always stays."""
+    width, tokens, started = subject.width(name), subject.names[name], time.perf_counter()
+    if width is not None:
+        model.admit_packed(width, progress=silent())
+    else:
+        model.admit_shape(tokens, progress=silent())
+    try:
+        yield round((time.perf_counter() - started) * 1000, 1)
+    finally:
         if width is not None:
-            self._model.admit_packed(width, progress=silent())
-        else:
-            self._model.admit_shape(self._subject.names[self._name], progress=silent())
-        self.admit_ms = round((time.perf_counter() - started) * 1000, 1)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        width, tokens = self._subject.width(self._name), self._subject.names[self._name]
-        if width is not None:
-            self._model.evict_packed(width, progress=silent())
-        elif tokens != self._subject.ladder[0]:
-            self._model.evict_shape(tokens, progress=silent())
-
-
-def run(model: AneModel, found: list[np.ndarray], width: int | None = None) -> np.ndarray:
-    """Return the vectors or the scores of some rows."""
-    if model.dims == 1:
-        return model.rerank_sequences(batch(found), progress=silent())
-    return model.embed(batch(found), pooling=Pooling.MEAN, normalize=True, packed_width=width, progress=silent())
+            model.evict_packed(width, progress=silent())
+        elif tokens != subject.ladder[0]:
+            model.evict_shape(tokens, progress=silent())
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -280,7 +221,7 @@ def test_the_numbers_of_every_function(model: AneModel, subject: Subject, record
     figures: dict[str, dict[str, Any]] = {}
     for name, tokens in subject.names.items():
         found = subject.rows(subject.fitting(name) * 2, seed=tokens)
-        with Resident(model, subject, name) as resident:
+        with resident(model, subject, name) as admit_ms:
             got = run(model, found, subject.width(name))
         # A packed row is what it is on its own bucket.
         wanted = reference(subject, found, next(n for n in subject.ladder if n >= min(tokens, subject.ladder[-1])))
@@ -289,7 +230,7 @@ def test_the_numbers_of_every_function(model: AneModel, subject: Subject, record
             one = {"max_error": metrics.max_error(*scores), "pearson": metrics.pearson(*scores)}
         else:
             one = {"min_cosine": float(cosines(got, wanted).min())}
-        figures[name] = one | {"lengths": [len(row) for row in found], "admit_ms": resident.admit_ms}
+        figures[name] = one | {"lengths": [len(row) for row in found], "admit_ms": admit_ms}
         record.note(f"numbers {subject.task}", functions=figures)
         assert np.isfinite(got).all(), name
     for name, one in figures.items():
@@ -315,7 +256,7 @@ def timed(work: Callable[[], Any], repeats: int = 20) -> float:
 
 def test_speed_up_over_the_cpu_alone(model: AneModel, subject: Subject, record: Record) -> None:
     """The only behavioural proof that the Neural Engine really ran, function by function; every token is a real one."""
-    alone = load(subject, compute_units="cpu_only", placement="off")
+    alone = subject.load(compute_units="cpu_only", placement="off")
     figures: dict[str, dict[str, float]] = {}
 
     def call(one: AneModel, name: str) -> Callable[[], Any]:
@@ -327,7 +268,7 @@ def test_speed_up_over_the_cpu_alone(model: AneModel, subject: Subject, record: 
         for name, tokens in subject.names.items():
             times = {}
             for key, one in (("native_ms", model), ("forced_ms", alone)):
-                with Resident(one, subject, name):
+                with resident(one, subject, name):
                     times[key] = round(timed(call(one, name)), 4)
             figures[name] = times | {"tokens_per_s": round(tokens / times["native_ms"] * 1000, 1)}
     finally:
@@ -371,20 +312,20 @@ def test_every_call_releases_the_gil(subject: Subject, record: Record) -> None:
     tokens = subject.ladder[-1]
     source, _ = subject.functions()[subject.bucket(tokens)]
     feeds = inputs.single(subject.rows([tokens])[0], tokens, subject.rules)
-    found = gil(CoreML(), subject.package, source, feeds, units="cpu_and_ne")
+    found = calls.gil(subject.package, source, feeds, units="cpu_and_ne")
     gaps = {call: gap for call, (_, gap) in found.items()}
     record.note("gil", longest_gap_s=gaps, call_s={call: took for call, (took, _) in found.items()})
-    assert max(gaps.values()) <= GIL_GAP_S, gaps
+    assert max(gaps.values()) <= calls.GIL_GAP_S, gaps
 
 
 @EMBED
 def test_nothing_leaks_over_10_000_predictions(model: AneModel, subject: Subject, record: Record) -> None:
     row = subject.rows([subject.ladder[0] // 2])
     first = run(model, row)
-    grown = grown_mib(lambda: run(model, row), PREDICTIONS)
-    record.note("leak", predictions=PREDICTIONS, grown_mib=round(grown, 2))
+    grown = calls.grown_mib(model, row)
+    record.note("leak", predictions=calls.PREDICTIONS, grown_mib=round(grown, 2))
     assert np.array_equal(first, run(model, row)), "the same input gives the same bytes"
-    assert grown <= LEAK_MIB
+    assert grown <= calls.LEAK_MIB
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
@@ -399,14 +340,13 @@ def test_placement_of_every_function(subject: Subject, record: Record) -> None:
         plan = handle.plan()
         plan_ms = round((time.monotonic() - started) * 1000, 1)
         handle.close()
-        wanted = source.function if source.multi else None
         kind = "bucket" if subject.width(name) is None else "packed"
-        counts = {"name": name, "kind": kind, "tokens": subject.names[name], **counted(plan, wanted)}
+        counts = {"name": name, "kind": kind, "tokens": subject.names[name], **counted(plan)}
         table.append(msgspec.convert(counts, documents.Function))
-        one: dict[str, Any] = {"plan_ms": plan_ms, "share": placement.share(plan, wanted)}
+        one: dict[str, Any] = {"plan_ms": plan_ms, "share": placement.share(plan)}
         if plan is not None:
             try:
-                one["cpu_stages"] = placement.cpu_stages(plan, wanted)
+                one["cpu_stages"] = placement.cpu_stages(plan)
             except EngineError as exc:
                 one["refused"] = exc.msg
         told[name] = one | {"recorded_plan": msgspec.to_builtins(plan)}
@@ -427,7 +367,7 @@ def test_placement_of_every_function(subject: Subject, record: Record) -> None:
 @EMBED
 def test_a_load_that_judges_placement_keeps_its_share_over_evictions(subject: Subject, record: Record) -> None:
     """LOAD as the host asks for it: an operation that fell to the CPU refuses it, with its name."""
-    judging = load(subject)
+    judging = subject.load()
     try:
         for _ in range(2):
             judging.admit_shape(subject.ladder[1], progress=silent())

@@ -8,41 +8,34 @@ Nothing here has been executed on a Mac yet; tests/ane rehearses it on a stand-i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engines.ane import compute_plan, inputs
-from engines.ane.artifact import sources
 from engines.ane.backend import Source
 from engines.ane.binding import Handle
 from engines.ane.build.prepare import prepare
 from engines.ane.compute_plan import Device
 from engines.ane.coreml import MULTI_FUNCTION_MACOS, CoreML, mac_version
-from engines.ane.engine import AneEngine
 from engines.ane.inputs import InputRules
 from engines.ane.model import AneModel
-from engines.ane.signature import FunctionSpec
 from engines.bundle import preparation
-from engines.bundle.manifest import Bundle
 from engines.checkpoint.read import Checkpoint
 from engines.protocol.errors import EngineError, ErrorCode
-from engines.protocol.messages import Load, Pooling
-from engines.runtime.engine import WorkerOptions
 from engines.runtime.progress import silent
-from tests.hardware.coreml_calls import batch, cosines, gil, grown_mib, rows
+from tests.hardware import coreml_calls as calls
+from tests.hardware.coreml_calls import Prepared, rows, run
 from tests.support import toy_models
 from tests.support.ane_bundle import packed, shape, write_bundle
 from tests.support.mil_reference import ReferenceBackend
+from tests.support.rows import cosines
 
 pytestmark = [getattr(pytest.mark, "mac-cpu"), pytest.mark.timeout(1200)]
 
 NAMES = {"s16": 16, "s64": 64, "packed64": 64}
 RULES = InputRules(vocab=1000)
-PREDICTIONS = 10_000
-MAX_GAP_S, MAX_GROWTH_MIB = 0.25, 64.0
 
 
 class CpuOnly(CoreML):
@@ -52,21 +45,12 @@ class CpuOnly(CoreML):
         return super().open(source, units="cpu_only")
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Prepared):
     """A toy encoder whose rows of 200 fp16 values fill no whole number of 64-byte lines."""
-
-    bundle: Bundle
-    folder: Path
-    record: preparation.Preparation
-
-    def functions(self) -> dict[str, tuple[Source, FunctionSpec]]:
-        return sources(self.folder, NAMES, self.record)
 
     def package(self, name: str) -> tuple[Path, str]:
         """Return the package of a function and its name there."""
-        (artifact,) = self.bundle.artifacts("coreml")
-        root = self.bundle.path(artifact.path)
+        root = self.bundle.path(self.artifact.path)
         return (root, name) if root.suffix else (root / f"{name}.mlpackage", "main")
 
 
@@ -88,23 +72,9 @@ def build(folder: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def model(subject: Subject) -> Iterator[AneModel]:
-    found = load(subject)
+    found = subject.load(compute_units="cpu_only")
     yield found
     found.close()
-
-
-def load(subject: Subject, **config: str) -> AneModel:
-    options = WorkerOptions(device="ane", manifest=subject.bundle.path("manifest.json"), packed=(64,))
-    request = Load(
-        req_id="hw",
-        artifact_path=str(subject.folder),
-        artifact_digest=subject.record.compiled_digest,
-        format="mlmodelc",
-        runtime_config={"compute_units": "cpu_only", **config},
-    )
-    found = AneEngine(options).load(request, progress=silent())
-    assert isinstance(found, AneModel)
-    return found
 
 
 def feeds(name: str, seed: int = 1) -> inputs.Feeds:
@@ -114,13 +84,8 @@ def feeds(name: str, seed: int = 1) -> inputs.Feeds:
     return inputs.single(rows([tokens - 3], RULES.vocab, seed)[0], tokens, RULES)
 
 
-def test_compiled_bundles_lie_where_the_record_says_and_load_from_there(subject: Subject) -> None:
-    assert list(subject.folder.glob("*.mlmodelc"))
-    assert set(subject.record.functions) == set(NAMES)
+def test_each_function_was_loaded_once_and_is_the_one_that_its_name_says(subject: Subject) -> None:
     assert all(function.first_load_ms is not None for function in subject.record.functions.values())
-
-
-def test_each_function_is_the_one_that_its_name_says(subject: Subject) -> None:
     for name, (source, spec) in subject.functions().items():
         handle = CoreML().open(source, units="cpu_only")
         assert handle.signature() == spec, name
@@ -143,14 +108,13 @@ def test_outputs_are_read_by_their_strides(subject: Subject) -> None:
 def test_a_plan_has_the_function_alone_everything_on_the_cpu_and_every_value_s_origin(subject: Subject) -> None:
     for name, (source, spec) in subject.functions().items():
         handle = CoreML().open(source, units="cpu_only")
-        plan = handle.plan()
+        function = handle.plan()
         handle.close()
-        assert plan is not None and list(plan.functions) == [source.function], name
-        function = plan.functions[source.function]
+        assert function is not None, name
         assert set(function.inputs) == set(spec.inputs) and set(function.outputs) == set(spec.outputs)
         operations = list(function.walk())
         assert {one.preferred for one in operations} <= {Device.CPU, Device.UNKNOWN}
-        assert compute_plan.share(plan, source.function) == 0.0
+        assert compute_plan.share(function) == 0.0
         known = {*function.inputs, *(made for one in operations for made in one.outputs)}
         assert all(one.inputs and known.issuperset(one.inputs) for one in operations if not one.is_const), name
         stages = {stage for _, stage in compute_plan.stages(function)}
@@ -161,30 +125,25 @@ def test_load_admit_embed_pack_evict(model: AneModel) -> None:
     found = rows([2, 16, 40, 64, 7], RULES.vocab)
     model.admit_shape(64, progress=silent())
     model.admit_packed(64, progress=silent())
-    alone = embed(model, found)
+    alone = run(model, found)
     assert np.isfinite(alone).all() and np.abs(np.linalg.norm(alone, axis=1) - 1).max() < 1e-3
-    assert cosines(embed(model, found, 64), alone).min() >= 0.9999
+    assert cosines(run(model, found, 64), alone).min() >= 0.9999
     assert model.status().placement_share == 0.0
     model.evict_shape(64, progress=silent())
     model.evict_packed(64, progress=silent())
     assert model.status().resident_shapes == (16,) and model.status().resident_packed == ()
 
 
-def embed(model: AneModel, found: list[np.ndarray], width: int | None = None) -> np.ndarray:
-    return model.embed(batch(found), pooling=Pooling.MEAN, normalize=True, packed_width=width, progress=silent())
-
-
 def test_every_call_releases_the_gil(subject: Subject) -> None:
     source, _ = subject.functions()["s64"]
-    found = gil(CoreML(), subject.package("s64")[0], source, feeds("s64"), units="cpu_only")
-    assert all(gap <= MAX_GAP_S for _, gap in found.values()), found
+    found = calls.gil(subject.package("s64")[0], source, feeds("s64"), units="cpu_only")
+    assert all(gap <= calls.GIL_GAP_S for _, gap in found.values()), found
 
 
 def test_nothing_leaks(model: AneModel) -> None:
     row = rows([9], RULES.vocab)
-    first = embed(model, row)
-    grown = grown_mib(lambda: embed(model, row), PREDICTIONS)
-    assert grown <= MAX_GROWTH_MIB and np.array_equal(first, embed(model, row))
+    first = run(model, row)
+    assert calls.grown_mib(model, row) <= calls.LEAK_MIB and np.array_equal(first, run(model, row))
 
 
 def test_what_is_not_there_is_a_typed_error(subject: Subject, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ def _wide(value: Any) -> np.ndarray:
     return np.asarray(value, np.float64)
 
 
+@cache
+def _gelu_table() -> np.ndarray:
+    """Return what GELU makes of every fp16 number, by its bits."""
+    bits = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)
+    return np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) if math.isfinite(v) else v for v in bits])
+
+
 def _gelu(x: np.ndarray) -> np.ndarray:
-    table = getattr(_gelu, "table", None)
-    if table is None:
-        bits = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float64)
-        table = np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) if math.isfinite(v) else v for v in bits])
-        _gelu.table = table  # type: ignore[attr-defined]
-    half = np.asarray(x, np.float16)
-    return table[half.view(np.uint16)]
+    return _gelu_table()[np.asarray(x, np.float16).view(np.uint16)]
 
 
 def _softmax(x: np.ndarray, axis: int) -> np.ndarray:

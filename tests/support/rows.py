@@ -9,7 +9,7 @@ import numpy as np
 from engines.runtime.batch import TokenBatch
 
 
-def batch_of(rows: Sequence[Sequence[int]]) -> TokenBatch:
+def batch_of(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
     """Lay rows end to end."""
     flat = np.concatenate([np.asarray(row, np.int32) for row in rows])
     return TokenBatch(flat, np.cumsum([0, *map(len, rows)]).astype(np.int32))

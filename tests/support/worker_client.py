@@ -204,13 +204,13 @@ class WorkerClient:
         normalize: bool = True,
         counts: Sequence[int] | None = None,
         raw: bytes | None = None,
+        packed_width: int | m.UnsetType = m.UNSET,
     ) -> Exchange:
         """EMBED_BATCH; *counts* and *raw* may lie."""
         lengths = [len(row) for row in rows] if counts is None else counts
         items = [m.Item(id=str(n), n_tokens=length) for n, length in enumerate(lengths)]
-        return self.call(
-            m.EmbedBatch(self.next_id(), model_ref, pooling, normalize, items), ids_bytes(rows) if raw is None else raw
-        )
+        request = m.EmbedBatch(self.next_id(), model_ref, pooling, normalize, items, packed_width=packed_width)
+        return self.call(request, ids_bytes(rows) if raw is None else raw)
 
     def rerank(self, model_ref: str, query: Sequence[int], rows: Sequence[Sequence[int]]) -> Exchange:
         """RERANK."""

@@ -29,6 +29,7 @@ import numpy as np
 
 from engines.ane.families import FAMILIES
 from engines.ane.inputs import MASKED, InputRules
+from engines.ane.inputs import bias as attention_bias
 from engines.ane.signature import HIDDEN, SCORE, FunctionSpec, Key, expected
 
 if TYPE_CHECKING:
@@ -153,13 +154,8 @@ class Graph:
 
     def forbidden(self, window: int | None) -> Any:
         """Constant [1, 1, S, S]: the causal triangle or the local window, None where neither applies."""
-        place = np.arange(self.width)
-        allowed = np.ones((self.width, self.width), bool)
-        if self.rules.causal:
-            allowed &= place[None, :] <= place[:, None]
-        if window is not None:
-            allowed &= np.abs(place[:, None] - place[None, :]) <= window
-        return None if allowed.all() else self.half(np.where(allowed, 0.0, MASKED)[None, None])
+        table = attention_bias((self.width,), self.width, causal=self.rules.causal, window=window)
+        return table if table.any() else None
 
     def hidden(self, x: Any) -> Any:
         """[1, C, 1, S] -> the output of an embedder, fp16 [1, S, C]."""

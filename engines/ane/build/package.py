@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from engines.ane.artifact import MAIN
-from engines.ane.signature import FunctionSpec, Tensor
+from engines.ane.signature import DTYPES, FunctionSpec, Tensor
 from engines.protocol.errors import EngineError, ErrorCode
 
 Target: TypeAlias = Literal["macos14", "macos15"]
@@ -24,7 +24,6 @@ SUFFIX: Final = ".mlpackage"
 SPEC: Final = Path("Data", "com.apple.CoreML", "model.mlmodel")
 VOLATILE: Final = "com.github.apple.coremltools.conversion_date"
 MAX_SPEC: Final = 256 * 1024 * 1024
-DTYPES: Final = {65568: "float32", 131104: "int32", 65552: "float16"}
 
 
 def save(

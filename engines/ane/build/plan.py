@@ -10,26 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from msgspec import UNSET
+from typing import Any
 
 from engines.ane import artifact as files
-from engines.ane.compute_plan import CPU_ALLOWED, Device, main_function, stages
+from engines.ane.compute_plan import CPU_ALLOWED, Device, Function, stages
 from engines.ane.coreml import CoreML
 from engines.bundle import manifest
 
-if TYPE_CHECKING:
-    from engines.ane.compute_plan import PlanView
 
-
-def counted(plan: PlanView | None, name: str | None = None) -> dict[str, Any]:
+def counted(function: Function | None) -> dict[str, Any]:
     """Return ``operations``, ``cost`` and ``ops_sha256`` of one function; all empty where there is no plan."""
     operations: dict[str, dict[str, int]] = {}
     cost: dict[str, float] = {}
     lines: list[str] = []
-    function = None if plan is None else main_function(plan, name)
-    for operation, stage in stages(function) if function is not None else ():
+    for operation, stage in stages(function) if function else ():
         label = operation.preferred
         device = "const" if label is Device.UNKNOWN and operation.is_const else label.value
         allowed = label is Device.CPU and stage is not None
@@ -51,8 +45,7 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
     backend.require()
     artifacts = {artifact.digest: artifact for artifact in manifest.read(manifest_path).artifacts("coreml")}
     record = files.prepared(path, source_digests=artifacts, os_build=backend.os_build(), allow_cold=True)
-    functions = artifacts[record.source_digest].functions
-    assert functions is not UNSET, "the manifest's check"
+    functions = artifacts[record.source_digest].functions or []
     found = files.sources(path, [function.name for function in functions], record)
     rows = []
     for done, function in enumerate(functions):
@@ -60,10 +53,9 @@ def plan(path: Path, manifest_path: Path, *, progress: Callable[[str, int, int],
         source, _ = found[function.name]
         program = backend.open(source, units="cpu_and_ne")
         try:
-            counts = counted(program.plan(), source.function if source.multi else None)
+            counts = counted(program.plan())
         finally:
             program.close()
-        packed = function.packed_width is not UNSET
-        tokens = function.packed_width if packed else function.bucket
-        rows.append({"name": function.name, "kind": "packed" if packed else "bucket", "tokens": tokens, **counts})
+        kind, tokens = "packed" if function.packed_width else "bucket", function.packed_width or function.bucket
+        rows.append({"name": function.name, "kind": kind, "tokens": tokens, **counts})
     return {"functions": rows, "cpu_allowed": sorted(CPU_ALLOWED)}

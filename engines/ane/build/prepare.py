@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from msgspec import UNSET
 
 from engines.ane.artifact import MAIN
 from engines.ane.backend import Source
+from engines.ane.binding import compile_package
 from engines.ane.build.package import SPEC, SUFFIX, read_spec
+from engines.ane.coreml import CoreML
 from engines.bundle import manifest, preparation
 from engines.bundle.digest import same, tree_digest
 from engines.bundle.manifest import BundleError
@@ -42,7 +43,7 @@ def prepare(
     cache: Path | None = None,
     *,
     backend: Backend | None = None,
-    compiler: Compiler | None = None,
+    compiler: Compiler = compile_package,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Prepare every coreml artifact of a bundle; return {prepared: [{source_digest, path, digest, …}]}.
@@ -50,17 +51,13 @@ def prepare(
     Raises BundleError (digest, manifest) or EngineError (backend_missing off a Mac, what compiling and loading raise).
     *backend* and *compiler* are the two calls into the framework; tests pass others.
     """
-    if backend is None or compiler is None:
-        from engines.ane.binding import compile_package
-        from engines.ane.coreml import CoreML
-
-        backend, compiler = backend or CoreML(), compiler or compile_package
+    backend = backend or CoreML()
     backend.require()
     found = manifest.read(bundle)
     artifacts = found.artifacts("coreml")
     if not artifacts:
         raise BundleError(f"{found.root}: no coreml artifact; build one with `python -m engines.ane build`")
-    cache = cache if cache is not None else preparation.default_cache()
+    cache = cache or preparation.default_cache()
     return {"prepared": [_prepare(found.path(a.path), a, cache, backend, compiler, progress) for a in artifacts]}
 
 
@@ -75,7 +72,7 @@ def _prepare(
     root = preparation.folder(cache, artifact.digest)
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
-    names = [function.name for function in artifact.functions] if artifact.functions is not UNSET else []
+    names = [function.name for function in artifact.functions or ()]
     functions = _compile(source, root, names, compiler, progress)
     compiled, file = root / preparation.COMPILED, root / preparation.RECORD
     digest = f"sha256:{tree_digest(compiled).compatible}"
