@@ -127,6 +127,7 @@ class AneEngine(Engine):
         from engines.ane import config
         from engines.ane.model import AneModel
         from engines.ane.signature import check_signature, expected
+        from engines.runtime.artifact import expected_digest
 
         settings = config.parse(request.runtime_config)
         if request.format not in FORMATS:
@@ -140,6 +141,7 @@ class AneEngine(Engine):
         artifacts = bundle.artifacts(FORMAT)
         if not artifacts:
             raise EngineError(ErrorCode.ARTIFACT_INVALID, f"bundle {described.model_id} has no coreml artifact")
+        expected_digest(request.artifact_digest)  # before the machine is asked: bad input is the same everywhere
         self._backend.require()
         folder = files.Verified(request.artifact_path, request.artifact_digest, progress)
         known = {one.digest: one for one in artifacts}

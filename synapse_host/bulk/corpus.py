@@ -30,6 +30,8 @@ from synapse_host.errors import BackendMissing, InvalidRequest
 OnBad: TypeAlias = Callable[[InvalidRequest], None] | None
 """Gets the error of a line that can't be read, which is left out then; None: the error is raised."""
 
+MAX_SKIPPED: Final = 10_000
+"""Texts that a run leaves out; with more it is the wrong file."""
 MAX_LINE: Final = 64 * 1024 * 1024
 PARQUET_ROWS: Final = 1024
 """Rows of a parquet file in memory at once."""
@@ -89,11 +91,11 @@ class Corpus:
     bad: tuple[InvalidRequest, ...] = ()
 
     @classmethod
-    def of(cls, source: str | Path | Iterable[str], *, column: str = "text") -> Corpus:
+    def of(cls, source: str | Path | Iterable[str], *, column: str = "text", skip: bool = False) -> Corpus:
         """Return the corpus of a file, a folder, ``-`` (stdin), or texts.
 
-        What can't be read twice (stdin, a pipe) is read whole, and waits for whoever writes to it. InvalidRequest where
-        there is nothing to read.
+        What can't be read twice (stdin, a pipe) is read whole, and waits for whoever writes to it; *skip* keeps the
+        errors of what is no text there. InvalidRequest where there is nothing to read.
         """
         if not isinstance(source, str | Path):
             return cls(texts=tuple(Text(text, str(row), f"text {row}") for row, text in enumerate(source)))
@@ -110,7 +112,12 @@ class Corpus:
         if str(source) != "-" and path.is_file():
             return corpus
         bad: list[InvalidRequest] = []
-        return cls(texts=tuple(corpus.read(bad.append)), column=column, bad=tuple(bad))
+
+        def keep(error: InvalidRequest) -> None:
+            bad.append(error)
+            check_skipped(len(bad), error.message)
+
+        return cls(texts=tuple(corpus.read(keep if skip else None)), column=column, bad=tuple(bad))
 
     def __iter__(self) -> Iterator[Text]:
         """Iterate over the texts. InvalidRequest {file, line} where one can't be read."""
@@ -214,7 +221,8 @@ def _value(line: str, decoder: msgspec.json.Decoder[Any], must: str, name: str, 
     except msgspec.ValidationError as exc:
         raise _bad(name, number, f"must be {must}: {exc}") from exc
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise _bad(name, number, f"not valid JSON: {exc}") from exc
+        why = "half a surrogate pair" if "\\ud" in line.lower() and "truncated" in str(exc) else exc
+        raise _bad(name, number, f"not valid JSON: {why}") from exc
 
 
 def _is_json_string(line: str) -> bool:
@@ -320,6 +328,14 @@ def _column(name: str, head: list[str], column: str) -> int:
             },
         )
     return head.index(column)
+
+
+def check_skipped(count: int, last: str) -> None:
+    """Refuse to leave out more than MAX_SKIPPED texts; *last* is what the newest of them had."""
+    if count > MAX_SKIPPED:
+        raise InvalidRequest(
+            f"more than {MAX_SKIPPED} texts can't be embedded: is this the right file? The last: {last}"
+        )
 
 
 def _bad(name: str, number: int, what: str) -> InvalidRequest:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from engines.bundle.manifest import Bundle
 from synapse_host.bulk import output
-from synapse_host.bulk.corpus import Corpus, Text, arrow_modules
+from synapse_host.bulk.corpus import Corpus, Text, arrow_modules, check_skipped
 from synapse_host.bulk.entries import Policy
 from synapse_host.bulk.output import Growing, Left
 from synapse_host.bulk.parts import VectorTable
@@ -45,8 +45,6 @@ BLOCK: Final = 1024
 AHEAD: Final = 2
 """Blocks under way: one computes, the next is tokenised."""
 PARQUET_GROUP: Final = 65_536
-MAX_SKIPPED: Final = 10_000
-"""Texts that a run leaves out before it takes the corpus for the wrong file."""
 
 
 class Display(Protocol):
@@ -115,7 +113,11 @@ async def embed_file(
             facts["left_out"] = [one.entry for one in record.skipped]
             growing.whole(_head(record.rows_done, dims))
             with output.writing(out):
-                await beside(lambda: _finish(growing, reader, facts, bad))
+                finishing = beside(lambda: _finish(growing, reader, facts, bad))
+                try:
+                    await asyncio.shield(finishing)
+                finally:
+                    await asyncio.wait([finishing])  # a caller who leaves keeps the place until the thread has left it
     return {
         **output.maker(assignment),
         "dims": dims,
@@ -139,6 +141,8 @@ async def _fill(growing: Growing, job: Job, reader: Reader, count: int, display:
         with bar as advance:
             advance(done)
             async for block in blocks:
+                if block.skipped:
+                    check_skipped(len(growing.record.skipped) + len(block.skipped), block.skipped[-1].message)
                 growing.append(
                     block.joined().data,
                     rows=len(block.kept),
@@ -147,8 +151,6 @@ async def _fill(growing: Growing, job: Job, reader: Reader, count: int, display:
                     skipped=block.skipped,
                 )
                 tokens += block.tokens
-                if block.skipped:
-                    _check_skipped(len(growing.record.skipped), block.skipped[-1].message)
                 advance(block.read)
     return tokens
 
@@ -193,7 +195,7 @@ class Reader:
 
         def note(error: SynapseError) -> None:
             bad.append(described(error))
-            _check_skipped(len(bad), error.message)
+            check_skipped(len(bad), error.message)
 
         skip = self._policy.on_error == "skip"
         count = sum(1 for _ in self.read(on_bad=note if skip else None))
@@ -204,13 +206,6 @@ def described(error: SynapseError, entry: int = 0) -> Left:
     """Return what a run says of an entry that has this error."""
     where = error.details.get("where") or f"{error.details.get('file')}:{error.details.get('line')}"
     return Left(where, error.code, error.message, entry)
-
-
-def _check_skipped(count: int, last: str) -> None:
-    if count > MAX_SKIPPED:
-        raise InvalidRequest(
-            f"more than {MAX_SKIPPED} texts can't be embedded: is this the right file? The last: {last}"
-        )
 
 
 class Job:

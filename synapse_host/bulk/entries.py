@@ -102,6 +102,6 @@ class Policy:
         """Return what of it shapes the rows, for records and for who reads the corpus again."""
         cut = self.chunking and [self.chunking.tokens, self.chunking.overlap]
         policy = {"truncate": self.truncate, "empty": self.empty, "on_error": self.on_error, "chunk": cut}
-        # A key that older records don't have: without it a run still goes on from one of theirs.
+        # Parts of older jobs don't have this key: without it a job still goes on from theirs.
         short = {} if self.dimensions is None else {"dimensions": self.dimensions}
         return policy | {"prompt": self.prompt} | short

@@ -42,6 +42,10 @@ class Left(Struct):
         return json.dumps({"where": self.where, "code": self.code, "message": self.message})
 
 
+ZEROS: Final = 1 << 20
+"""Bytes written at once where the system has no call to reserve them."""
+
+
 class Record(Struct):
     """How far a result is: *rows_done* good rows in its first *bytes* bytes, made of the first *read* entries.
 
@@ -142,8 +146,14 @@ class Growing:
         self._file = file = self.path.open("r+b" if good else "xb")
         size = max(good, len(self._head) + self._width * self._key["rows"])
         file.truncate(size)
+        # A disk without room for all of it is told now.
         if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)  # a disk without room for all of it is told now
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.seek(good)
+            for at in range(good, size, ZEROS):
+                file.write(bytes(min(ZEROS, size - at)))
+            file.seek(0)
         file.write(self._head)
         file.seek(max(good, len(self._head)))
         return file

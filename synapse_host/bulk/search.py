@@ -67,6 +67,7 @@ class Index:
     def __init__(self, path: Path) -> None:
         """Open ``x.npy`` or ``x.parquet`` as :mod:`synapse_host.bulk.embedding` writes them. InvalidRequest."""
         self.path = path
+        self._real = path.resolve()  # what lies beside a result lies there where the path is a link
         self._table: Any = None
         self._vectors: Any = None
         with _read(path):
@@ -80,7 +81,7 @@ class Index:
                 held = self._table.metadata.num_rows, vectors.list_size if listed and ids == arrow.string() else 0
             else:
                 self._vectors = np.lib.format.open_memmap(path, mode="r")
-                with beside_of(path, "meta.json").open("rb") as file:
+                with beside_of(self._real, "meta.json").open("rb") as file:
                     raw = file.read(MAX_META)
                 held = self._vectors.shape if self._vectors.dtype == np.float32 else (0, 0)
             self.facts = msgspec.convert(json.loads(raw), Facts)
@@ -151,7 +152,7 @@ class Index:
                 names |= {row: column[row - first].as_py() for row in rows if first <= row < first + len(column)}
                 first += len(column)
             return names
-        file = beside_of(self.path, "ids.txt")
+        file = beside_of(self._real, "ids.txt")
         if file.is_file():
             with file.open(encoding="utf-8") as lines:
                 wanted = set(rows)

@@ -60,6 +60,7 @@ def write(path: Path, evidence: Evidence) -> Path | None:
     try:
         path.write_text(render(evidence), "utf-8")
     except ImportError:
+        path.unlink(missing_ok=True)  # an older run's, which says something else than the document beside it
         return None
     return path
 

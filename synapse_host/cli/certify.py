@@ -100,8 +100,9 @@ def _certify(args: argparse.Namespace, console: Console) -> int:
     _page(evidence, console)
     # A certified run whose certificate no host would take is no success.
     good = evidence.verdict == "certified" and (done.certificate is None or done.certificate.valid)
+    no_page = "none without jinja2: pip install 'synapse-workers[chat]'"
     console.line(f"{_mark(good, console)}  {done.document}")
-    console.line(f"      report: {done.page or 'none without jinja2: pip install synapse-workers[chat]'}")
+    console.line(f"      report: {done.page or no_page}")
     console.hang("      ", f"certificate: {_standing(done.certificate, evidence)}", 6)
     return EXIT_OK if good else EXIT_FAILED
 

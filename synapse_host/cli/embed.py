@@ -150,7 +150,8 @@ def _to_file(args: argparse.Namespace, console: Console) -> int:
     place(out, [args.file] if args.file else [])  # what can't be written is said before anything is read
     # Here and not on the host's loop: a pipe that nobody writes to ends with a signal, or with the deadline.
     with limited(args, READING):
-        corpus = Corpus.of(args.file or args.texts, column=args.column)
+        skip = args.on_error == "skip"
+        corpus = Corpus.of(args.file or args.texts, column=args.column, skip=skip)
     model = model_name(args.model)
 
     async def work(host: Host) -> dict[str, Any]:

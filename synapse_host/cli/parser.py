@@ -93,15 +93,16 @@ def number(kind: Callable[[str], Number], least: float, most: float, what: str) 
     """Return what parses a number from *least* to *most*; anything else is refused as not *what*."""
 
     def parse(text: str) -> Number:
+        digits = text.isascii() and text.isdigit()
         with suppress(ValueError):
-            if least <= (value := kind(text)) <= most:
+            if (digits or kind is not int) and least <= (value := kind(text)) <= most:
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
 
-seconds = number(float, 1e-9, 1e9, "a positive number of seconds")
+seconds = number(float, 1e-9, 999_999_999, "a positive number of seconds")
 count = number(int, 1, 2**32 - 1, "a positive whole number")
 port = number(int, 0, 65535, "a port (0 to 65535)")
 share = number(float, 0, 1, "a number from 0 to 1")

@@ -16,7 +16,7 @@ from synapse_host.bulk.corpus import opened, queries
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError
 from synapse_host.cli.session import READING, left, limited, model_name, run_host, served_by, serving_options, watched
-from synapse_host.errors import EXIT_OK
+from synapse_host.errors import EXIT_OK, SynapseError
 
 if TYPE_CHECKING:
     from synapse_host.host import Host, RerankResult
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _to_file(args, console)
     if not args.file and not args.documents:
         raise UsageError("give a query and at least one document. See: synapse rerank --help")
-    pairs = _read(args) if args.file else [(args.query, args.documents)]
+    places, pairs = _read(args) if args.file else ([], [(args.query, args.documents)])
     model = model_name(args.model)
 
     async def work(host: Host) -> list[RerankResult]:
@@ -49,8 +49,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return [await watched(host, console, host.rerank_result(model, *pairs[0], **_options(args)))]
         results = []
         with console.bar("reranking", len(pairs), unit="queries") as advance:
-            for pair in pairs:
-                results.append(await host.rerank_result(model, *pair, **_options(args)))
+            for pair, where in zip(pairs, places, strict=True):
+                try:
+                    results.append(await host.rerank_result(model, *pair, **_options(args)))
+                except SynapseError as exc:
+                    raise exc.located(where) from exc
                 advance(1)
         return results
 
@@ -67,13 +70,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return EXIT_OK
 
 
-def _read(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+def _read(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return where each query of --file stands, ``file:line``, and the queries with their documents."""
     name = "stdin" if args.file == "-" else args.file
     with limited(args, READING), opened(args.file) as file:
-        pairs = [(one.query, one.docs) for _, one in queries(file, name)]
-    if not pairs:
+        found = [(f"{name}:{number}", (one.query, one.docs)) for number, one in queries(file, name)]
+    if not found:
         raise UsageError(f"{name} holds no query")
-    return pairs
+    return [where for where, _ in found], [pair for _, pair in found]
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:

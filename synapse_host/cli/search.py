@@ -79,6 +79,8 @@ async def _search(
     results = []
     for query, hits in zip(args.queries, found, strict=True):
         rows = [{**asdict(hit), **({"text": texts[hit.row]} if texts else {})} for hit in hits]
+        if args.rerank:
+            rows = [row for row in rows if row["text"].strip()]  # nothing can be said of the zeros of an empty text
         if args.rerank and rows:
             documents = [row["text"] for row in rows]
             scores = await host.rerank_result(reranker, query, documents, deadline=left(args), truncate=True)

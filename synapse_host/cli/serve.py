@@ -67,6 +67,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     if sys.platform == "win32":
         raise InvalidRequest("synapse serve needs Unix sockets; on Windows open a Host in your own program")
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _leave)
     require(*LIBRARIES)
     from synapse_host.serve import listening, security
 
@@ -86,6 +88,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 return runner.run(_Run(args, console, matrix, models, loads, bound, key).main())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+
+
+def _leave(number: int, frame: object) -> None:
+    """End at SIGTERM while there is nothing to drain."""
+    raise SystemExit(EXIT_OK)
 
 
 def _models(args: argparse.Namespace, console: Console) -> tuple[dict[str, Path], list[str]]:

@@ -112,8 +112,8 @@ def install(
                     return manifest.read(path)
             # What a killed installation left; the lock is held, so none of it is in use. Eight characters of chance:
             # "minilm.v2" is another model, and somebody may be building it.
-            for left in root.glob(f".{name}.????????.*"):
-                if left.suffix in (".building", ".fetching", ".old"):
+            for suffix in (".building", ".fetching", ".old"):
+                for left in root.glob(f".{name}.????????{suffix}"):
                     shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".fetching", dir=root) as scratch:
                 files = fetch(recipe.package, Path(scratch), progress)

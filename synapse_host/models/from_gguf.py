@@ -68,7 +68,8 @@ def build(
         bundle = manifest.read(folder)
         builder.try_bundle(bundle, known["config"]["vocab_size"])
         _check_parity(bundle, read["samples"], read["framed"], tokenizer)
-    return manifest.read(out)
+    with failures(out):
+        return manifest.read(out)
 
 
 def _served(

@@ -252,10 +252,15 @@ class Endpoint:
         if self._work:
             self._service.enter()
         try:
-            own = self._place == "command"
-            data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
-            handled = self._handle(request, decode(data, self._kind, own=own))
-            response = await (unless_gone(request, handled) if self._work else handled)
+            try:
+                own = self._place == "command"
+                data = await self._service.read(request, MAX_COMMAND if own else MAX_BODY)
+                handled = self._handle(request, decode(data, self._kind, own=own))
+                response = await (unless_gone(request, handled) if self._work else handled)
+            except (SynapseError, ClientDisconnect):
+                raise
+            except Exception:
+                response = internal_error(request)  # here: the application's answer would end the connection
             if response is not None:
                 await response(scope, receive, send)
         except ClientDisconnect:

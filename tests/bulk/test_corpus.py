@@ -80,7 +80,7 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
         ("a.jsonl", b'"a"\n{"text": 1}\n', "a.jsonl:2: must be"),
         ("a.jsonl", b'"a"\n{\n', "a.jsonl:2: not valid JSON"),
         ("a.jsonl", b'"a"\n' + b"[" * 100_000, "a.jsonl:2: must be"),
-        ("a.jsonl", b'"a\\ud800"\n', "a.jsonl:1: not valid JSON"),
+        ("a.jsonl", b'"a\\ud800"\n', "a.jsonl:1: not valid JSON: half a surrogate pair"),
         ("a.jsonl", b'{"id": "\\ud800", "text": "a"}\n', "a.jsonl:1: not valid JSON"),
         ("a.jsonl", b'{"id": true, "text": "a"}\n', "a.jsonl:1: must be"),
         ("a.txt", b"a\n\xff\n", "a.txt:2: not UTF-8"),
@@ -104,12 +104,14 @@ def test_a_bad_text_is_named(
 
 def test_what_can_t_be_read_twice_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"one"\n{\n"two"\n')))
-    corpus, bad = Corpus.of("-"), list[InvalidRequest]()
+    corpus, bad = Corpus.of("-", skip=True), list[InvalidRequest]()
     for _ in range(2):
         assert [text.where for text in corpus.read(bad.append)] == ["stdin:1", "stdin:3"]
     assert [error.details["line"] for error in bad] == [2, 2]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"one"\n{\n"two"\n')))
     with pytest.raises(InvalidRequest, match="stdin:2: not valid JSON"):
-        list(corpus)
+        Corpus.of("-")
+    assert sys.stdin.read() == '"two"\n', "it is refused where it is met"
 
 
 def test_the_digest_tells_another_content_and_not_another_name(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -223,6 +225,43 @@ async def test_a_kill_between_two_renames_leaves_no_mixed_result(
             except InvalidRequest:
                 found.append("none")
     assert len(found) >= 4 and {"none"} < set(found) <= {"ab", "cd", "none"}
+
+
+async def test_a_caller_who_leaves_keeps_the_place_until_the_result_is_written(
+    tmp_path: Path, hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes it can't be stopped: another run would meet its files."""
+    out, really, writing, go = tmp_path / "x.npy", os.replace, threading.Event(), threading.Event()
+
+    def replace(source: Any, target: Any) -> None:
+        if Path(target) == out:
+            writing.set()
+            assert go.wait(30)
+        really(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    async with hosting() as host:
+        run = asyncio.create_task(embed_file(host, "toy", Corpus.of(["a"]), out))
+        assert await asyncio.to_thread(writing.wait, 30)
+        run.cancel()
+        with pytest.raises(InvalidRequest, match="another"):
+            await embed_file(host, "toy", Corpus.of(["b"]), out)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    assert np.load(out).tolist() == [vector("a")]
+
+
+async def test_a_corpus_of_bad_texts_is_refused_every_time(
+    tmp_path: Path, hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "x.npy"
+    source.write_text(f"{'a ' * 40}\nb\n{'a ' * 40}\n")
+    monkeypatch.setattr("synapse_host.bulk.corpus.MAX_SKIPPED", 1)
+    async with hosting() as host:
+        for _ in "again", "and again":
+            with pytest.raises(InvalidRequest, match="more than 1 texts can't be embedded"):
+                await embed_file(host, "toy", Corpus.of(source), out, policy=Policy(on_error="skip"))
 
 
 async def test_a_stopped_run_goes_on_and_leaves_out_the_same(tmp_path: Path, hosting: Hosting) -> None:

@@ -98,6 +98,7 @@ def test_an_out_that_is_a_link_is_written_through_it(cli: Command, here: Here) -
         assert here(*TOY, "--out", "o.npy", "--json", "a", "b").document["out"] == "o.npy"
         assert link.is_symlink() and np.load(target).shape == (2, 8)
     assert [path.name for path in (cli.root / "big").iterdir() if "meta" not in path.name] == ["o.npy"]
+    assert here("search", "o.npy", "a", "--json").document["results"][0]["hits"][0]["row"] == 0
 
 
 LIES = [

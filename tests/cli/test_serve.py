@@ -182,7 +182,7 @@ def test_no_host(here: Here, runtime_dir: Path, words: str) -> None:
 def test_a_second_host_is_refused_and_told_by_whom(cli: Command, runtime_dir: Path) -> None:
     with running(cli, runtime_dir) as host:
         second = host("serve", "--port", "0")
-        started = time.strftime("%H:%M", time.localtime(psutil.Process(host.process.pid).create_time()))
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(psutil.Process(host.process.pid).create_time()))
         assert second.code == 2 and second.out == ""
         assert second.err == (
             f"synapse: runtime directory {runtime_dir} is in use by pid {host.process.pid} "

@@ -107,6 +107,13 @@ def test_rerank(cli: Command, here: Here) -> None:
     assert many.document["results"][0]["scores"] == done.document["scores"]
     page = here("rerank", "--model", "judge", "query", "a", "b")
     assert page.code == 0 and page.out.splitlines()[0].startswith("  1  0.")
+    (cli.root / "q.jsonl").write_text(lines + '{"query": "a", "docs": ["b", ""]}\n')
+    refused = here("rerank", "--model", "judge", "--file", "q.jsonl")
+    assert (refused.code, refused.err) == (2, "synapse: q.jsonl:3: document 1 is empty\n")
+    (cli.root / "z.txt").write_text("a\n\nb\n")
+    assert here("embed", "--model", "toy", "--file", "z.txt", "--empty", "zero", "--out", "z.npy").code == 0
+    found = here("search", "z.npy", "a", "--rerank", "--reranker", "judge", "--json").document["results"][0]["hits"]
+    assert sorted(hit["row"] for hit in found) == [0, 2], "an empty text can't be reranked"
 
 
 def test_generate(cli: Command, here: Here) -> None:

@@ -183,7 +183,7 @@ def test_two_at_once_build_once(toy: Recipe, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_killed_builder_leaves_nothing_in_the_way(toy: Recipe, tmp_path: Path) -> None:
-    another = ".toy.v2.abcdefgh.building"  # somebody builds it just now
+    another = ".toy.finetune.abcdefgh.building"  # somebody builds it just now
     for name in (".toy.abcdefgh.building", ".toy.abcdefgh.fetching", ".toy.abcdefgh.old", another):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_bytes(b"x")

@@ -77,7 +77,11 @@ def test_every_field_of_a_crash_is_explained():
 
 def test_every_log_line_of_supervision_is_listed():
     lines = TEXT.split("The host's own loggers")[1].split("\n\n")[1].replace("=", " ")
-    for module in ("worker/session", "supervision/supervisor", "supervision/lifecycle", "worker/listener"):
+    for module in (
+        "worker/session",
+        "worker/listener",
+        *(f"supervision/{name}" for name in ("supervisor", "lifecycle", "standing")),
+    ):
         tree = ast.parse((ROOT / "synapse_host" / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if (

@@ -92,5 +92,8 @@ async def test_neither_key_nor_text_is_logged(
             monkeypatch.setattr(up.host, "embed_result", None)
             broken = await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
             assert broken.status_code == 500 and broken.json()["error"]["code"] == "internal_error"
+            connection = broken.extensions["network_stream"]
+            again = await up.web.post("/v1/embeddings", json=TEXT, headers=SHOWN)
+            assert again.extensions["network_stream"] is connection, "the answer ended the connection"
     assert "a request failed: POST /v1/embeddings" in caplog.text
     assert KEY not in caplog.text and "secret" not in caplog.text
