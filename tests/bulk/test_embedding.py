@@ -244,6 +244,8 @@ async def test_a_caller_who_leaves_keeps_the_place_until_the_result_is_written(
         run = asyncio.create_task(embed_file(host, "toy", Corpus.of(["a"]), out))
         assert await asyncio.to_thread(writing.wait, 30)
         run.cancel()
+        _, waiting = await asyncio.wait({run}, timeout=0.2)
+        assert waiting
         with pytest.raises(InvalidRequest, match="another"):
             await embed_file(host, "toy", Corpus.of(["b"]), out)
         go.set()
