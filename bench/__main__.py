@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no group {unknown[0]!r}; the groups are {', '.join(GROUPS)}")
     logging.basicConfig(level=logging.CRITICAL)
-    if args.guarded:
-        # Whoever started a shell's background job has SIGINT ignored; here it comes from below alone.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
+        if args.guarded:
+            # Whoever started a shell's background job has SIGINT ignored; here it comes from below alone.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(target=_end_with_stdin, daemon=True).start()
         return _report(args, chosen)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
