@@ -67,6 +67,7 @@ MORE: Final[dict[str, tuple[str, ...]]] = {
     "synapse_host.residency.core": ("machine",),
     "synapse_host.text.limits": ("tokenizer",),
     "synapse_host.text.split_pattern": ("tokenizer_file",),
+    "synapse_host.text.tokenizer": ("bulk/test_corpus",),
     "synapse_host.text.tokenizer_file": ("tokenizer",),
 }
 """Module -> other tests of its folder, or of another one, that are its own."""
