@@ -9,6 +9,7 @@ vectors of two models can't be compared, and nothing in the numbers would show i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Index:
     def __init__(self, path: Path) -> None:
         """Open ``x.npy`` or ``x.parquet`` as :mod:`synapse_host.bulk.embedding` writes them. InvalidRequest."""
         self.path = path
-        self._real = path.resolve()  # what lies beside a result lies there where the path is a link
+        self._real = Path(os.path.realpath(path))  # what lies beside a result lies there where the path is a link
         self._table: Any = None
         self._vectors: Any = None
         with _read(path):

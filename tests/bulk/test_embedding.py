@@ -422,3 +422,9 @@ async def test_scores_of_a_file_of_queries_go_on_where_they_stopped(tmp_path: Pa
     assert [row["id"] for row in found] == ["0", "1", "2", "3"]
     assert all(sorted(row["order"]) == [0, 1] and row["scores"] == found[0]["scores"] for row in found)
     assert [path.name for path in tmp_path.glob("s.jsonl*")] == ["s.jsonl"]
+
+
+def test_a_link_in_a_circle_is_no_index(tmp_path: Path) -> None:
+    (tmp_path / "x.npy").symlink_to("x.npy")
+    with pytest.raises(InvalidRequest, match="is no index"):
+        Index(tmp_path / "x.npy")
