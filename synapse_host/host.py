@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
-from synapse_host.certificates.standing import speeds as speeds_here
+from synapse_host.certificates.admission import speeds as speeds_here
 from synapse_host.config import HostConfig
 from synapse_host.lanes import Lanes
 from synapse_host.models.bundles import open_bundles, open_installed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs, to_builtins
 
-from synapse_host.certificates.standing import LaneCertificates
+from synapse_host.certificates.admission import LaneCertificates
 from synapse_host.errors import DeadlineExceeded, InvalidRequest
 from synapse_host.placement.assignment import Assignment, assign, find
 from synapse_host.supervision.health import Health, LaneHealth

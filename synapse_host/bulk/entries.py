@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from engines.bundle.manifest import Bundle
 from synapse_host.bulk.corpus import OnBad, Text, refuse
 from synapse_host.errors import InvalidRequest
-from synapse_host.text.tokenizer import TextTokenizer
 from synapse_host.text.validate import prompt_text
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Bundle
+    from synapse_host.text.tokenizer import TextTokenizer
 
 Empty: TypeAlias = Literal["error", "skip", "zero"]
 """What becomes of an empty text: an error, nothing, or a row of zeros."""
@@ -67,6 +69,8 @@ class Policy:
         prompt_text(bundle.manifest, self.prompt)
         if self.chunking is None:
             return None
+        from synapse_host.text.tokenizer import TextTokenizer
+
         tokenizer = TextTokenizer(bundle, model=model)
         self.chunking.check(tokenizer, self.prompt)
         return tokenizer

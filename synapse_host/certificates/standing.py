@@ -10,13 +10,12 @@ the hardware runs.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,19 +24,15 @@ from synapse_host.certificates import document as documents
 from synapse_host.certificates.binding import Identity
 from synapse_host.certificates.document import Evidence, Model
 from synapse_host.certificates.recheck import recheck
-from synapse_host.errors import InvalidRequest, NotCertified
+from synapse_host.errors import InvalidRequest
 from synapse_host.placement import hardware, places
 from synapse_host.placement.places import NoHome
 from synapse_host.placement.select import fit
 
 if TYPE_CHECKING:
     from engines.bundle.manifest import Artifact, Bundle
-    from synapse_host.config import HostConfig
-    from synapse_host.placement.assignment import Assignment
     from synapse_host.placement.hardware import HostProfile
-    from synapse_host.placement.matrix import Engine, HardwareMatrix
-    from synapse_host.placement.spec import LaneSpec
-    from synapse_host.residency import plan
+    from synapse_host.placement.matrix import Engine, HardwareMatrix, Lane
 
 MISSING: Final = "it has none on this machine"
 OTHERWISE: Final = (
@@ -210,15 +205,16 @@ def listed(
 
 
 def speeds(
-    matrix: HardwareMatrix, bundles: Iterable[Bundle], profile: HostProfile, *, data_dir: Path | None = None
-) -> dict[str, dict[str, float]]:
-    """Return the tokens per second of valid certificates, for ``HostProfile.speeds``. Blocks as :func:`look_up` does.
+    matrix: HardwareMatrix, lanes: Iterable[Lane], bundles: Iterable[Bundle], profile: HostProfile,
+    *, data_dir: Path | None = None,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return the tokens per second of valid certificates by manifest digest and engine, of *lanes*' engines that fit.
 
-    Asked only for lanes that choose the fastest, and for the engines of theirs that fit.
+    Blocks as :func:`look_up` does.
     """
     found: dict[str, dict[str, float]] = {}
-    for lane, bundle in itertools.product(matrix.lanes.values(), bundles):
-        if lane.choose != "fastest" or lane.task != bundle.manifest.task:
+    for lane, bundle in itertools.product(lanes, bundles):
+        if lane.task != bundle.manifest.task:
             continue
         for engine in (matrix.engines[id] for id in lane.engines):
             _, artifact, _ = fit(matrix, engine, profile, bundle)
@@ -230,83 +226,3 @@ def speeds(
                     speed = certificate.evidence.reported.get("tokens_per_s", 0.0)
                     found.setdefault(bundle.digest, {})[engine.id] = speed
     return found
-
-
-# --- what it lets a lane do ------------------------------------------------------------------------------------------
-
-
-class LaneCertificates:
-    """Asked before every start of a worker: may it serve, and what does a Neural Engine's get of what was measured?
-
-    *qualifying*: Neural Engine workers advertise every packed width of their manifest, whatever a certificate says.
-    """
-
-    def __init__(self, matrix: HardwareMatrix, config: HostConfig, *, qualifying: bool = False) -> None:
-        self._matrix = matrix
-        self._config = config
-        self._qualifying = qualifying
-        self._held: dict[str, Certificate] = {}
-
-    async def admit(self, assignment: Assignment, spec: LaneSpec) -> LaneSpec:
-        """Return the spec that the lane's next worker is started with; NotCertified says why it may not start.
-
-        A certificate pins the kernel revision it names and gives a Neural Engine lane its packed widths and the times
-        that were certified. Nothing is remembered from one start to the next: an upgrade under a running host voids,
-        and ``synapse certify`` helps at the next request.
-        """
-        artifact = assignment.placement.artifact
-        on_ane = spec.device_kind == "ane"
-        if self._qualifying and on_ane and artifact is not None:
-            from synapse_host.residency import plan
-
-            return replace(spec, packed_widths=plan.packed_widths(artifact))
-        self._held.pop(assignment.lane_id, None)
-        needed = self._config.require_certificate or self._matrix.lanes[assignment.lane].require_certificate
-        if self._qualifying or artifact is None or not (needed or on_ane):
-            return spec
-        try:
-            engine, data_dir = self._matrix.engines[spec.engine_id], self._config.data_dir
-            found = await asyncio.to_thread(
-                look_up, self._matrix, engine, assignment.bundle, artifact, data_dir=data_dir
-            )
-        except NoHome:
-            if needed:
-                raise
-            return spec
-        if found.evidence is None or found.why:
-            if needed:
-                raise _refused(assignment, spec, found)
-            return spec
-        self._held[assignment.lane_id] = found
-        if needed and spec.kernel_revision is None:
-            spec = replace(spec, kernel_revision=found.evidence.engine.kernel_revision)
-        if not on_ane or not found.evidence.cost_ms:
-            return spec
-        # By the times the worker sees a function that Core ML has put on the CPU, packed or not.
-        qualified = tuple(verdict.qualified_widths(found.evidence))
-        times = {"certified_ms": json.dumps(found.evidence.cost_ms), **spec.load.runtime_config}
-        return replace(spec, packed_widths=qualified, load=replace(spec.load, runtime_config=times))
-
-    def costs(self, assignment: Assignment) -> plan.Costs | None:
-        """Return what the functions of the lane's worker were measured to cost; None where nothing may be packed."""
-        artifact, held = assignment.placement.artifact, self._held.get(assignment.lane_id)
-        if artifact is None or held is None or held.evidence is None or not verdict.qualified_widths(held.evidence):
-            return None
-        from synapse_host.residency import plan
-
-        return plan.costs(artifact, held.evidence.cost_ms)
-
-
-def _refused(assignment: Assignment, spec: LaneSpec, found: Certificate) -> NotCertified:
-    why = "; ".join(found.why)
-    reason = why if found.evidence is None else f"its certificate is void: {why}"
-    return NotCertified(
-        f"lane {assignment.lane_id} needs a certificate for {assignment.model} on {spec.engine_id}: {reason}. "
-        f"Run: synapse certify {assignment.lane} --model {assignment.model} --engine {spec.engine_id}",
-        details={
-            "lane_id": assignment.lane_id,
-            "model": assignment.model,
-            "engine": spec.engine_id,
-            "reason": reason,
-        },
-    )

@@ -18,7 +18,7 @@ from typing import Any
 
 from engines.bundle import manifest
 from engines.bundle.manifest import Bundle
-from synapse_host.certificates.standing import speeds as speeds_here
+from synapse_host.certificates.admission import speeds as speeds_here
 from synapse_host.cli.console import Console
 from synapse_host.cli.parser import Parser, UsageError, nearest
 from synapse_host.cli.session import DEFAULT_MODELS, bundle_of

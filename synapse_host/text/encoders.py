@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from engines.bundle.manifest import Bundle
-from synapse_host.errors import DeadlineExceeded
+from synapse_host.errors import DeadlineExceeded, QueueFull
 from synapse_host.text.background import beside
 from synapse_host.text.limits import FREE_CHARACTERS
-from synapse_host.text.rows import Rows
-from synapse_host.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from engines.bundle.manifest import Bundle
+    from synapse_host.text.rows import Rows
+    from synapse_host.text.tokenizer import TextTokenizer
 
 CHUNK: Final = 1024
 """Texts tokenised at once; with the next chunk's ids and the current one's vectors that bounds the host's memory."""
@@ -34,14 +37,25 @@ class Encoders:
 
         Calls that come while it is being opened wait for the same one; a failure is tried again at the next call.
         """
-        self.begin(model)
+        self._begin(model)
         tokenizer = self._opened.get(model)
         return await _within(self._opening[model], until) if tokenizer is None else tokenizer
 
     def begin(self, model: str) -> None:
-        """Begin to open a model's tokenizer where it isn't open yet; nobody has to wait for it."""
+        """Begin to open a model's tokenizer when the running task waits next: its worker is started by then.
+
+        Nobody has to wait for it. Beside the thread's imports every system call of the start would take milliseconds.
+        """
+
+        def soon() -> None:
+            with suppress(QueueFull):  # the first text's
+                self._begin(model)
+
+        asyncio.get_running_loop().call_soon(soon)
+
+    def _begin(self, model: str) -> None:
         if model not in self._opened and model not in self._opening:
-            opening = self._opening[model] = beside(lambda: TextTokenizer(self._bundles[model], model=model))
+            opening = self._opening[model] = beside(lambda: _opened(self._bundles[model], model))
             opening.add_done_callback(lambda done: self._settle(model, done))
 
     async def begun(self, model: str, until: float | None) -> None:
@@ -55,6 +69,12 @@ class Encoders:
         self._opening.pop(model, None)
         if not done.cancelled() and done.exception() is None:
             self._opened[model] = done.result()
+
+
+def _opened(bundle: Bundle, model: str) -> TextTokenizer:
+    from synapse_host.text.tokenizer import TextTokenizer  # here: a worker is started before the thread that imports it
+
+    return TextTokenizer(bundle, model=model)
 
 
 async def encoded(texts: Sequence[str], until: float | None, encode: Callable[[], T], *, query: str | None = None) -> T:

@@ -33,7 +33,7 @@ import synapse_host.sync
 from synapse_host.config import HostConfig
 from synapse_host.errors import InvalidRequest
 from synapse_host.sync import SyncHost
-from synapse_host.text import encoders
+from synapse_host.text import tokenizer
 matrix, toy, writer = map(Path, sys.argv[1:])
 left = SyncHost.open(matrix, {"toy": toy, "writer": writer}, HostConfig(slice=4))
 host = left.__enter__()
@@ -100,12 +100,12 @@ print(thread.is_alive())
     "an interrupt while the tokenizer is opened": (
         """
 reading, go = threading.Event(), threading.Event()
-real = encoders.TextTokenizer.__init__
+real = tokenizer.TextTokenizer.__init__
 def slow(self, *args, **options):
     reading.set()
     go.wait()
     real(self, *args, **options)
-encoders.TextTokenizer.__init__ = slow
+tokenizer.TextTokenizer.__init__ = slow
 def interrupt():
     reading.wait()
     os.kill(os.getpid(), signal.SIGINT)
@@ -125,7 +125,7 @@ reading = threading.Event()
 def stuck(*args, **options):
     reading.set()
     time.sleep(600)
-encoders.TextTokenizer.__init__ = stuck
+tokenizer.TextTokenizer.__init__ = stuck
 def call():
     try:
         host.generate("writer", "a")

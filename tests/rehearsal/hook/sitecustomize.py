@@ -61,3 +61,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if os.environ.get("CUDASHIM") == "1":
     sys.meta_path.insert(0, _Finder())
+if os.environ.get("CUDASHIM_REPORT"):
+    # The stub driver writes its report when it is unloaded, which a worker that ends at once never does.
+    os._exit = ctypes.CDLL(None).exit
