@@ -1,4 +1,4 @@
-"""README's status table is what its script makes, and the page of the Python API is what the code says."""
+"""README's status table is what its script makes; the pages' Python is what the code says, and runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +92,17 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     found: dict[str, Any] = {}
     exec(example, found)
     assert len(found["scores"]) == 2
+
+
+@pytest.mark.process
+def test_the_smallest_engine_of_the_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "engines.md").read_text("utf-8")
+    for kind, name in (("python", "mine.py"), ("yaml", "matrix.yaml")):
+        (example,) = re.findall(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        (tmp_path / name).write_text(example)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    with SyncHost.open(tmp_path / "matrix.yaml", {"toy": write_bundle(tmp_path / "toy", dims=384)}) as host:
+        assert host.embed("toy", ["a", "b"]).sum(axis=1).tolist() == [1, 1]
 
 
 def test_the_readme_says_what_the_documents_say(status_table: ModuleType) -> None:
