@@ -1,23 +1,35 @@
-"""The pages that scripts make: README's status table, and the Python API."""
+"""README's status table is what its script makes; the pages' Python is what the code says, and runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
+import os
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
+from synapse_host import errors
 from synapse_host.certificates import document as documents
-from synapse_host.config import HostConfig
+from synapse_host.config import HostConfig, Windows
+from synapse_host.errors import SynapseError
 from synapse_host.host import Host
 from synapse_host.placement.matrix import load
+from synapse_host.results import EmbedResult, Generation, Piece, RerankResult
+from synapse_host.sync import SyncHost
 from tests.support.evidence import evidence
+from tests.support.small_bundle import write_bundle, write_matrix
 
 ROOT = Path(__file__).parents[2]
+APP = (ROOT / "docs" / "app.md").read_text("utf-8")
 
 
 def script(name: str) -> ModuleType:
@@ -28,17 +40,71 @@ def script(name: str) -> ModuleType:
     return module
 
 
+def section(title: str) -> str:
+    return APP.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def calls(host: type[Host | SyncHost]) -> set[str]:
+    return {name for name, value in vars(host).items() if name[0] != "_" and name != "open" and callable(value)}
+
+
+def arguments(call: Callable[..., Any]) -> str:
+    """Return the arguments of a call with their defaults, without their types."""
+    listed = inspect.signature(call).parameters.values()
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in listed if each.name != "self"]
+    return str(inspect.Signature(plain))[1:-1]
+
+
 @pytest.fixture(scope="module")
 def status_table() -> ModuleType:
     return script("status_table")
 
 
-def test_the_page_of_the_api_is_what_the_code_says() -> None:
-    made = script("app_page").page()
-    assert made == (ROOT / "docs" / "app.md").read_text("utf-8"), "make it anew: scripts/app_page.py --write"
-    calls = {name for name, value in vars(Host).items() if callable(value) and not name.startswith("_")}
-    for name in (*calls, *(f"`{each.name}`" for each in dataclasses.fields(HostConfig)), "`engine_crashed`", "`order`"):
-        assert name in made
+def test_the_page_of_the_api_lists_what_there_is() -> None:
+    """Calls with their defaults, settings with theirs, fields of results, errors called like their codes."""
+    listed = re.findall(r"^- `(\w+)\((.*?)\)`:?", section("Calls"), re.MULTILINE)
+    written = {name: said.replace("…", "lane=None, deadline=None") for name, said in listed}
+    assert written == {name: arguments(getattr(Host, name)) for name in calls(Host)}
+    assert calls(Host) - calls(SyncHost) == {"on_loop", "aclose"} and calls(SyncHost) - calls(Host) == {"call"}
+    assert f"`open({arguments(SyncHost.open)})`" in APP
+    settings = re.findall(r"^- `(\w+)` (.+?): ", section("HostConfig"), re.MULTILINE)
+    assert dict(settings) == {
+        each.name: repr(getattr(HostConfig(), each.name)).partition("(")[0] for each in dataclasses.fields(HostConfig)
+    }
+    for name, seconds in dataclasses.asdict(Windows()).items():
+        assert f"`{name}` {seconds}" in section("HostConfig")
+    for kind in (EmbedResult, RerankResult, Generation, Piece):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in section("Results"), field
+    for error in SynapseError.__subclasses__():
+        if error.__module__ == errors.__name__ and error is not errors.WorkerError:
+            assert error.code.replace("_", "") == error.__name__.lower()
+
+
+@pytest.mark.process
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundle(tmp_path / "minilm", model_id="minilm")
+    write_bundle(tmp_path / "ms-marco", model_id="ms-marco", task="rerank")
+    chat = {"chat_template": "{{ messages[0]['content'] }}", "frame": False}
+    write_bundle(tmp_path / "smollm2", model_id="smollm2", task="generate", **chat)
+    matrix = load(write_matrix(tmp_path))
+    monkeypatch.setattr("synapse_host.host.load_matrix", lambda _: matrix)
+    monkeypatch.setenv("SYNAPSE_MODELS_DIR", str(tmp_path))
+    (example,) = re.findall(r"^```python\n(.*?)^```$", APP, re.MULTILINE | re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert len(found["scores"]) == 2
+
+
+@pytest.mark.process
+def test_the_smallest_engine_of_the_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "engines.md").read_text("utf-8")
+    for kind, name in (("python", "mine.py"), ("yaml", "matrix.yaml")):
+        (example,) = re.findall(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        (tmp_path / name).write_text(example)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    with SyncHost.open(tmp_path / "matrix.yaml", {"toy": write_bundle(tmp_path / "toy", dims=384)}) as host:
+        assert host.embed("toy", ["a", "b"]).sum(axis=1).tolist() == [1, 1]
 
 
 def test_the_readme_says_what_the_documents_say(status_table: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -142,5 +143,5 @@ async def test_a_second_model_changes_no_series(tmp_path: Path) -> None:
 def test_the_documented_metrics_are_these() -> None:
     text = Path(__file__).parents[2].joinpath("docs", "operations.md").read_text()
     section = text.partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    documented = [line.split("`")[1] for line in section.splitlines() if line.startswith("- `")]
+    documented = re.findall(r"`(\w+)`", section.partition("\n- ")[2])
     assert sorted(documented) == sorted(NAMES)
